@@ -1,0 +1,548 @@
+"""Every message of the control plane and of the peer links: strict, versioned msgspec structs.
+
+One frame carries a list of messages (they leave as one when they queued while the socket was busy: O-6), as MessagePack.
+Bulk data follows its message in frames of its own, so it is never copied into an encoder. A peer's first message is
+`Hello`; the answer is `Welcome` or `Refused`. Nothing here is pickled, and a frame that does not decode is refused whole.
+
+Who speaks to whom:
+  client      -> scheduler   sessions, slices, plans, runs, releases
+  worker      -> scheduler   hosts that join, children that exit        (worker = supervisor)
+  executor    -> scheduler   ready, parts finished                       (the leader answers for its island)
+  leader     <-> followers   the island's order
+  client, executor -> executor   bulk: puts, fetches, edges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from pathway.dataflow.layout import Layout
+from pathway.errors import ErrorInfo, ProtocolError
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+"""No frame of the control plane may be larger. Computations are the largest things that travel there."""
+
+INLINE_BYTES = 64 * 1024
+"""Host arrays up to this size ride in the run's message (design, section 7)."""
+
+CHUNK_BYTES = 1024 * 1024
+"""Bulk data travels in frames of this size: large single frames are slow (design, section 13)."""
+
+
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of all messages. The tag of a message is its number on the wire and never changes its meaning."""
+
+
+# -- opening and keeping a connection ---------------------------------------------------------------------------------
+
+
+class Hello(Message, tag=1):
+    """The first message of every peer. `role`: client, worker, executor or peer (a bulk link). `resume` names a session
+    that this client had before its connection broke (0: none)."""
+
+    protocol: int
+    version: str
+    role: str
+    name: str = ""
+    resume: int = 0
+    token: int = 0
+
+
+class Welcome(Message, tag=2):
+    """`scheduler` identifies the scheduler process: another number means another scheduler, which knows nothing."""
+
+    protocol: int
+    version: str
+    scheduler: int
+    session: int = 0
+    lease_s: float = 0.0
+    heartbeat_s: float = 0.5
+
+
+class Refused(Message, tag=3):
+    """`kind` is a class of `pathway.errors`."""
+
+    kind: str
+    reason: str
+
+
+class Ping(Message, tag=4):
+    """Sent every heartbeat, answered with `Pong`. Also renews a client's lease."""
+
+    number: int
+
+
+class Pong(Message, tag=5):
+    number: int
+
+
+class Goodbye(Message, tag=6):
+    """The peer ends by its own will: what it owned can go at once."""
+
+    reason: str = ""
+
+
+# -- client -> scheduler ----------------------------------------------------------------------------------------------
+
+
+class RequestSlice(Message, tag=10):
+    """`slice` is numbered by the client. `mesh` is (axis, size) pairs. `island` insists on one ("" for any)."""
+
+    slice: int
+    devices: int
+    mesh: tuple[tuple[str, int], ...]
+    island: str = ""
+    platform: str = ""
+    shared: bool = False
+    memory_bytes: int = 0
+    avoid: tuple[str, ...] = ()  # islands that already hold this session's slices: another is taken if one is free
+    wait: bool = False
+
+
+class ReleaseSlice(Message, tag=11):
+    slice: int
+
+
+class RegisterComputation(Message, tag=12):
+    """A StableHLO portable artifact with its shardings. Content-addressed: `key` is its hash. `metadata` is MessagePack
+    of `dataflow.computation.ComputationMetadata`; the scheduler only passes it on."""
+
+    key: str
+    metadata: bytes
+    artifact: bytes
+
+
+class PartPayload(Struct, frozen=True, array_like=True):
+    """One part of a plan, encoded, as the scheduler passes it on; only `island` concerns it."""
+
+    island: str
+    incarnation: int
+    computations: tuple[str, ...]
+    payload: bytes  # MessagePack of dataflow.plan.Part
+
+
+class RegisterPlan(Message, tag=13):
+    plan: int
+    name: str
+    parts: tuple[PartPayload, ...]
+
+
+class StartRun(Message, tag=14):
+    """Start plan `plan` as run `run`. Results are buffers `first_result`, `first_result + 1`, ... `arguments[i]` is, for
+    part i, a list with a buffer id or the bytes of a small host array for every argument slot; the scheduler does not
+    look into it. Runs of one session start in the order of their messages (O-4)."""
+
+    run: int
+    plan: int
+    first_result: int
+    arguments: tuple[Raw, ...]
+
+
+class PutBuffer(Message, tag=15):
+    """The client makes a buffer on `island`: with `data` inline (dense, C order, the global array), or, where `data` is
+    None, pushed straight to the hosts as `PutShard`."""
+
+    buffer: int
+    island: str
+    incarnation: int
+    layout: Layout
+    data: bytes | None = None
+
+
+class ReleaseBuffers(Message, tag=16):
+    """The client holds these no longer. `island` is where they live."""
+
+    island: str
+    incarnation: int
+    buffers: tuple[int, ...]
+
+
+class CancelRun(Message, tag=17):
+    run: int
+
+
+class ReleasePlan(Message, tag=18):
+    plan: int
+
+
+class StatusRequest(Message, tag=19):
+    request: int
+
+
+# -- scheduler -> client ----------------------------------------------------------------------------------------------
+
+
+class SliceBound(Message, tag=30):
+    """The slice's devices, as island indices in mesh order. Sent again with a new incarnation when its island returns,
+    and with other devices when the slice moves."""
+
+    slice: int
+    island: str
+    incarnation: int
+    devices: tuple[int, ...]
+    platform: str
+    devices_per_host: int
+
+
+class SliceRefused(Message, tag=31):
+    slice: int
+    kind: str
+    reason: str
+
+
+class RunsFinished(Message, tag=32):
+    runs: tuple[int, ...]
+
+
+class RunFailed(Message, tag=33):
+    run: int
+    error: ErrorInfo
+
+
+class PlanFailed(Message, tag=34):
+    """The plan can never run (a compile error, for example); its runs fail with the same error."""
+
+    plan: int
+    error: ErrorInfo
+
+
+class IslandLost(Message, tag=35):
+    """To clients and to executors: all buffers of this incarnation are gone."""
+
+    island: str
+    incarnation: int
+    error: ErrorInfo
+
+
+class IslandEntry(Struct, frozen=True, array_like=True):
+    """One formed island, for the directory. `hosts` are the peer addresses of its executors, host 0 first."""
+
+    island: str
+    incarnation: int
+    platform: str
+    devices_per_host: int
+    hosts: tuple[str, ...]
+    device_kind: str = ""
+
+
+class Directory(Message, tag=36):
+    """All formed islands: to every client and executor, on every change."""
+
+    islands: tuple[IslandEntry, ...]
+
+
+class StatusReply(Message, tag=37):
+    """`status` is JSON (see docs/cli.md for its keys)."""
+
+    request: int
+    status: bytes
+
+
+# -- worker (supervisor) <-> scheduler --------------------------------------------------------------------------------
+
+
+class HostJoined(Message, tag=50):
+    """A host offers itself to an island. `coordinator_address` is where it would run the island's jax.distributed
+    coordinator, should the scheduler choose it."""
+
+    island: str
+    hosts: int
+    host_index: int
+    devices: int
+    platform: str
+    hostname: str
+    pid: int
+    coordinator_address: str
+
+
+class FormIsland(Message, tag=51):
+    """Start the executor child as host `host_index` of this incarnation."""
+
+    island: str
+    incarnation: int
+    coordinator_address: str
+    hosts: int
+    host_index: int
+
+
+class StopExecutor(Message, tag=52):
+    """End the executor child of this incarnation, if it still runs; answered by `ExecutorExited`."""
+
+    island: str
+    incarnation: int
+
+
+class ExecutorExited(Message, tag=53):
+    """`cause` is for people: exit code 1, signal SIGKILL, killed for memory, ..."""
+
+    island: str
+    incarnation: int
+    host_index: int
+    cause: str
+
+
+# -- executor <-> scheduler -------------------------------------------------------------------------------------------
+
+
+class ExecutorReady(Message, tag=60):
+    island: str
+    incarnation: int
+    host_index: int
+    peer_address: str
+    device_kind: str
+    devices: int
+    pid: int
+
+
+class RegisterPart(Message, tag=61):
+    """To every host of the part's island: compile and bind it."""
+
+    session: int
+    plan: int
+    payload: bytes
+
+
+class StartPart(Message, tag=62):
+    """To the island's leader, which passes it to its followers: one run's part. `arguments` as in `StartRun`."""
+
+    session: int
+    run: int
+    plan: int
+    first_result: int
+    arguments: Raw
+
+
+class PutOnIsland(Message, tag=63):
+    """`PutBuffer`, as passed to the leader and by it to its followers."""
+
+    session: int
+    buffer: int
+    layout: Layout
+    data: bytes | None = None
+
+
+class FreeBuffers(Message, tag=64):
+    session: int
+    buffers: tuple[int, ...]
+
+
+class CloseSession(Message, tag=65):
+    """Drop all that the session owns, whatever it waits for."""
+
+    session: int
+
+
+class CancelPart(Message, tag=66):
+    session: int
+    run: int
+    error: ErrorInfo
+
+
+class PartsFinished(Message, tag=67):
+    """Leader -> scheduler: (session, run) of parts that every host of the island has finished. `device_us` is how long
+    the island was busy with them together."""
+
+    parts: tuple[tuple[int, int], ...]
+    device_us: int = 0
+
+
+class PartFailed(Message, tag=68):
+    """Leader -> scheduler: the part is over, its results are poisoned with `error`."""
+
+    session: int
+    run: int
+    error: ErrorInfo
+
+
+class PartRefused(Message, tag=69):
+    """Host -> scheduler: this plan can never run here (it does not compile)."""
+
+    session: int
+    plan: int
+    error: ErrorInfo
+
+
+class DropPlan(Message, tag=70):
+    session: int
+    plan: int
+
+
+class ExecutorReport(Message, tag=71):
+    """Leader -> scheduler, each heartbeat: bytes held per session, and what waits for what: (session, run or plan,
+    reason, since seconds ago)."""
+
+    bytes_by_session: tuple[tuple[int, int, int], ...]  # session, buffers, bytes
+    waits: tuple[tuple[int, int, str, float], ...]
+    busy_us: int
+
+
+# -- leader <-> followers (on the leader's peer socket) -------------------------------------------------------------------
+
+
+class FollowerHello(Message, tag=80):
+    host_index: int
+    incarnation: int
+
+
+class LaunchGang(Message, tag=81):
+    """The next gang in the island's order (O-1)."""
+
+    session: int
+    run: int
+    gang: int
+
+
+class EdgeArrived(Message, tag=82):
+    """Follower -> leader: all of this edge's shards for my devices are here (or never will be: `error`)."""
+
+    session: int
+    run: int
+    edge: int
+    error: ErrorInfo | None = None
+
+
+class BufferArrived(Message, tag=83):
+    """Follower -> leader: my shards of a buffer that a client puts are here."""
+
+    session: int
+    buffer: int
+    error: ErrorInfo | None = None
+
+
+class PartBound(Message, tag=84):
+    """Follower -> leader: the plan's part is compiled and bound here."""
+
+    session: int
+    plan: int
+    error: ErrorInfo | None = None
+
+
+class GangsDone(Message, tag=85):
+    """Follower -> leader: gangs that this host's devices have finished, in order. (session, run, gang)."""
+
+    gangs: tuple[tuple[int, int, int], ...]
+
+
+class GangFailed(Message, tag=86):
+    session: int
+    run: int
+    gang: int
+    error: ErrorInfo
+
+
+# -- peer links: bulk -------------------------------------------------------------------------------------------------
+
+
+class EdgeShard(Message, tag=90):
+    """A piece of an edge's value for one device of the receiver. The data comes as `Chunk`s of transfer `transfer`, or,
+    where it is at most CHUNK_BYTES, in the one frame after this message. `region` is in the coordinates of the array."""
+
+    transfer: int
+    session: int
+    run: int
+    edge: int
+    device: int  # island index of the receiving device
+    region: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+class EdgeFailed(Message, tag=91):
+    """Nothing will come on this edge."""
+
+    session: int
+    run: int
+    edge: int
+    error: ErrorInfo
+
+
+class PutShard(Message, tag=92):
+    """A client's data for one region of a buffer: every device of the host that holds the region gets it."""
+
+    transfer: int
+    session: int
+    buffer: int
+    region: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+class Fetch(Message, tag=93):
+    """Send me these shards (island device indices) of a buffer, when it is there. May come before the buffer is known."""
+
+    request: int
+    session: int
+    buffer: int
+    devices: tuple[int, ...]
+
+
+class FetchedShard(Message, tag=94):
+    """One shard for a `Fetch`: data as for `EdgeShard`. `region` is what it covers."""
+
+    transfer: int
+    request: int
+    device: int
+    region: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+class FetchFailed(Message, tag=95):
+    request: int
+    error: ErrorInfo
+
+
+class Chunk(Message, tag=96):
+    """One piece of a transfer larger than CHUNK_BYTES: the frame after this message, at `offset` of the transfer."""
+
+    transfer: int
+    offset: int
+
+
+class TraceRequest(Message, tag=97):
+    """Switch the recording of steps on or off at this executor, and send what was recorded."""
+
+    request: int
+    record: bool
+
+
+class TraceReply(Message, tag=98):
+    """(session, run, plan name, node name, gang, start, end), seconds of the host's monotonic clock (CLOCK_MONOTONIC)."""
+
+    request: int
+    steps: tuple[tuple[int, int, str, str, int, float, float], ...]
+
+
+CONTROL_MESSAGES: tuple[type[Message], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, type) and issubclass(value, Message) and value is not Message
+)
+"""Every message type, by definition order."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[list[Any]]
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """One frame for `messages`, in order."""
+    return _encoder.encode(messages)
+
+
+def decode(frame: bytes | memoryview) -> list[Any]:
+    """The messages of one frame. Raises `ProtocolError` for anything that is not a list of known, well-formed messages."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a frame of {len(frame):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a message of this protocol: {error}") from None
+
+
+def _union(types: tuple[type[Message], ...]) -> Any:
+    union: Any = types[0]
+    for kind in types[1:]:
+        union = union | kind
+    return union
+
+
+_decoder = msgspec.msgpack.Decoder(list[_union(CONTROL_MESSAGES)])
