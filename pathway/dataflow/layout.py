@@ -12,12 +12,16 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-import ml_dtypes  # noqa: F401  (registers bfloat16, float8 and int4 with numpy)
+import ml_dtypes  # registers bfloat16, float8 and int4 with numpy
 import numpy as np
 from msgspec import Struct
 
 Region = tuple[tuple[int, int], ...]
 """A box within an array: (start, stop) for every dimension."""
+
+
+KEY_WORDS = {"key<fry>": 2, "key<rbg>": 4, "key<urbg>": 4}
+"""Words of 32 bits in the state of each of JAX's typed PRNG keys."""
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
@@ -45,6 +49,14 @@ class Aval(Struct, frozen=True, array_like=True):
     def nbytes(self) -> int:
         """Bytes of the whole array in host memory."""
         return self.size * numpy_dtype(self.dtype).itemsize
+
+    @property
+    def physical(self) -> Aval:
+        """As it lies in memory and travels: a typed PRNG key is the uint32 words of its state (one dimension more),
+        float0 is bool. Everything below the client speaks of physical arrays only."""
+        if self.dtype in KEY_WORDS:
+            return Aval((*self.shape, KEY_WORDS[self.dtype]), "uint32")
+        return Aval(self.shape, "bool", self.weak_type) if self.dtype == "float0" else self
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -97,6 +109,12 @@ class Layout(Struct, frozen=True, array_like=True):
     aval: Aval
     sharding: Sharding
     devices: tuple[int, ...]
+
+    @property
+    def physical(self) -> Layout:
+        """The layout of the array as it lies in memory (see `Aval.physical`)."""
+        aval = self.aval.physical
+        return self if aval is self.aval else Layout(aval, self.sharding.of_rank(len(aval.shape)), self.devices)
 
     def region(self, position: int) -> Region:
         """What part of the array the device at mesh position `position` holds. Uneven dimensions round up, so the
