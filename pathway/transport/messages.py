@@ -434,6 +434,16 @@ class GangFailed(Message, tag=86):
     error: ErrorInfo
 
 
+class PoisonGang(Message, tag=87):
+    """In place of `LaunchGang`, in the same order: this gang will not start. Its results are `error`, and so is what it
+    would have sent."""
+
+    session: int
+    run: int
+    gang: int
+    error: ErrorInfo
+
+
 # -- peer links: bulk -------------------------------------------------------------------------------------------------
 
 
