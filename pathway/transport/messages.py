@@ -42,7 +42,8 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 class Hello(Message, tag=1):
     """The first message of every peer. `role`: client, worker, executor or peer (a bulk link). `resume` names a session
-    that this client had before its connection broke (0: none)."""
+    that this client had before its connection broke (0: none). On a bulk link, `session` is the client's (0: an
+    executor's link). `token` proves either (see `permissions`)."""
 
     protocol: int
     version: str
@@ -50,10 +51,12 @@ class Hello(Message, tag=1):
     name: str = ""
     resume: int = 0
     token: int = 0
+    session: int = 0
 
 
 class Welcome(Message, tag=2):
-    """`scheduler` identifies the scheduler process: another number means another scheduler, which knows nothing."""
+    """`scheduler` identifies the scheduler process: another number means another scheduler, which knows nothing.
+    `token` proves that the session is this client's: to executors, and to the scheduler when it resumes."""
 
     protocol: int
     version: str
@@ -61,6 +64,7 @@ class Welcome(Message, tag=2):
     session: int = 0
     lease_s: float = 0.0
     heartbeat_s: float = 0.5
+    token: int = 0
 
 
 class Refused(Message, tag=3):
@@ -378,6 +382,17 @@ class ExecutorReport(Message, tag=71):
     bytes_by_session: tuple[tuple[int, int, int], ...]  # session, buffers, bytes
     waits: tuple[tuple[int, int, str, float], ...]
     busy_us: int
+
+
+class AccessList(Message, tag=72):
+    """Scheduler -> executors, after `Welcome` and on each change: who may connect to their peer sockets. `secret` is
+    what tokens are made with; `allow_list` the text of the allow-list ("" in a cluster without keys)."""
+
+    secret: bytes
+    allow_list: str = ""
+
+    def __repr__(self) -> str:
+        return "AccessList(hidden)"
 
 
 # -- leader <-> followers (on the leader's peer socket) -------------------------------------------------------------------
