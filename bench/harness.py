@@ -1,7 +1,7 @@
 """What all benches share: interleaved medians, goals, and one JSON object a line.
 
-Every line has exactly the keys of `KEYS`. `met` is null where nothing is promised; `ratio` is value / rival_value. What a
-reader should know of the machine goes to stderr, so that stdout can be piped.
+Every line has exactly the keys of `KEYS`. `met` is null where nothing is promised; `ratio` is value / rival_value.
+What a reader should know of the machine goes to stderr, so that stdout can be piped.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ Measure = Callable[[int], float]
 
 
 def interleaved_medians(measures: Mapping[str, Measure], *, rounds: int, round_s: float) -> dict[str, float]:
-    """The median seconds a call of each, measured in turns (A B C A B C ...), so that what disturbs the machine for a while
-    disturbs all of them. Each turn takes about `round_s`; the calls that this needs are found by doubling, which also
-    warms up."""
+    """The median seconds a call of each, measured in turns (A B C A B C ...), so that what disturbs the machine for a
+    while disturbs all of them. Each turn takes about `round_s`; the calls that this needs are found by doubling,
+    which also warms up."""
     calls = {name: calibrated_calls(measure, round_s) for name, measure in measures.items()}
     seconds: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(rounds):
