@@ -1,8 +1,8 @@
 """The authenticator: decides for every connection to a secured socket of this process whether its key may come in.
 
 ZeroMQ asks during each CURVE handshake, over `inproc://zeromq.zap.01` (ZAP, RFC 27), and waits for the answer. For a
-key of the allow-list the answer names the key as the connection's `User-Id`, which ZeroMQ then attaches to every message
-that the connection brings (K-5). pyzmq's own authenticators are not used: they know no roles, cannot end a connection,
+key of the allow-list the answer names the key as the connection's `User-Id`, which ZeroMQ attaches to each message that
+the connection brings (K-5). pyzmq's own authenticators are not used: they know no roles, cannot end a connection,
 and run in threads or asyncio.
 
 The decision is a pure function, `decide`. `Access` is what a process believes at the moment, and whom to tell when it

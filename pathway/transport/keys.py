@@ -278,9 +278,10 @@ def _parse_line(line: str) -> Entry:
         raise ConfigError("the name is missing")
     roles = set()
     for word in roles_text.split(","):
-        if word not in Role:
-            raise ConfigError(f"{word!r} is no role: there are {', '.join(Role)}")
-        roles.add(Role(word))
+        try:
+            roles.add(Role(word))
+        except ValueError:
+            raise ConfigError(f"{word!r} is no role: there are {', '.join(Role)}") from None
     if not _NAME.fullmatch(name):
         raise ConfigError("a name has letters, digits and . _ @ -, at most 64")
     weight = 1.0

@@ -30,9 +30,9 @@ _NEEDS_ONE_OF = {
     PEER: frozenset({Role.CLIENT, Role.ADMIN, Role.WORKER}),
 }
 
-_ALWAYS = frozenset({m.Ping, m.Pong, m.Goodbye})
+_ALWAYS: frozenset[type] = frozenset({m.Ping, m.Pong, m.Goodbye})
 
-MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type[m.Message]]] = {
+MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
     CLIENT: _ALWAYS
     | {
         m.RequestSlice,
@@ -105,9 +105,9 @@ def executor_token(secret: bytes) -> int:
 
 
 def check_token(secret: bytes, session: int, key: PublicKey | None, shown: int) -> None:
-    if not hmac.compare_digest(
-        token(secret, session, key).to_bytes(8, "big"), (shown & (1 << 64) - 1).to_bytes(8, "big")
-    ):
+    """Raise unless `shown` is the token of `session` and `key`. Takes the same time wherever they differ."""
+    expected = token(secret, session, key)
+    if not 0 < shown < 1 << 63 or not hmac.compare_digest(expected.to_bytes(8, "big"), shown.to_bytes(8, "big")):
         raise PermissionDeniedError("the session does not belong to this connection")
 
 

@@ -104,8 +104,9 @@ def refuse_open_bind(address: str, identity: Identity | None, insecure: bool, wh
     """Raise `ConfigError` where `address` could be reached from other machines and nothing would keep them out."""
     if identity is None and not insecure and not is_loopback(address):
         raise ConfigError(
-            f"{what}, {address}, can be reached from other machines, and no keys are set: anybody there could run code "
-            f"on this cluster. Make keys with pathway keygen DIR and give --keys DIR, or accept the risk with --insecure"
+            f"{what}, {address}, can be reached from other machines, and no keys are set: anybody there could run "
+            "code on this cluster. Make keys with pathway keygen DIR and give --keys DIR, or accept the risk with "
+            "--insecure"
         )
 
 
