@@ -92,6 +92,24 @@ class Sharding(Struct, frozen=True, array_like=True):
             raise ValueError(f"a spec of {len(self.spec)} dimensions does not fit an array of rank {rank}")
         return Sharding(self.mesh, self.spec + ((),) * (rank - len(self.spec)))
 
+    def strides(self, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The canonical form: for each dimension, (stride, size) of the mesh positions along the axes that split it,
+        major first, neighbours merged. Equal for two shardings over equally many devices exactly when every position
+        holds the same part, whatever the axes are called."""
+        steps, stride = {}, 1
+        for axis, size in reversed(self.mesh):
+            steps[axis], stride = (stride, size), stride * size
+        canonical = []
+        for axes in self.spec + ((),) * (rank - len(self.spec)):
+            merged: list[tuple[int, int]] = []
+            for step, size in (steps[axis] for axis in axes if steps[axis][1] > 1):
+                if merged and merged[-1][0] == step * size:
+                    merged[-1] = (step, merged[-1][1] * size)
+                else:
+                    merged.append((step, size))
+            canonical.append(tuple(merged))
+        return tuple(canonical)
+
     def parts(self, dimension: int) -> int:
         """Into how many parts `dimension` is split."""
         sizes = self.axis_sizes
