@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ import pytest
 import trio
 import zmq
 
+from pathway.dataflow.layout import Aval, Layout, Sharding
 from pathway.errors import ConfigError, ConnectError, PathwayError
 from pathway.transport.link import COALESCE_BYTES, frames_of
 from pathway.transport.messages import (
@@ -28,6 +28,7 @@ from pathway.transport.messages import (
     Refused,
     RegisterComputation,
     Welcome,
+    decode,
 )
 from pathway.transport.sockets import Dealer, Delivery, PeerGone, Router, hello
 from pathway.version import PROTOCOL_VERSION, __version__
@@ -101,13 +102,7 @@ def test_frames_of_splits_what_is_too_large_for_one() -> None:
     messages = [RegisterComputation(str(number), b"", third) for number in range(5)]
     frames = frames_of(messages)
     assert len(frames) > 1
-    assert [message.key for frame in frames for message in decode_all(frame)] == ["0", "1", "2", "3", "4"]
-
-
-def decode_all(frame: bytes) -> list[Any]:
-    from pathway.transport.messages import decode
-
-    return decode(frame)
+    assert [message.key for frame in frames for message in decode(frame)] == ["0", "1", "2", "3", "4"]
 
 
 def test_a_slow_receiver_loses_nothing_and_keeps_the_order() -> None:
@@ -296,7 +291,7 @@ def test_a_killed_process_is_noticed() -> None:
     async def main() -> None:
         with Router.bind(LOOPBACK) as router:
             dealer, _ = await introduced(router)
-            process = subprocess.Popen([sys.executable, "-c", script, router.address])
+            process = await trio.lowlevel.open_process([sys.executable, "-c", script, router.address])
             received = 0
             while received < 1001:
                 for item in await router.receive_batch():
@@ -307,7 +302,7 @@ def test_a_killed_process_is_noticed() -> None:
             _, gone = await next_message(router)
             assert isinstance(gone, PeerGone)
             assert trio.current_time() - started < 1
-            process.wait()
+            await process.wait()
             dealer.post(Ping(5))
             dealer.flush()
             assert (await next_message(router))[1] == Ping(5)
@@ -399,7 +394,7 @@ def test_rubbish_frames_are_refused_and_logged_once(rubbish: bytes, caplog: pyte
             answer: list[Any] = []
 
             async def receive_answer() -> None:
-                answer.extend(decode_all(await trio.to_thread.run_sync(raw.recv)))
+                answer.extend(decode(await trio.to_thread.run_sync(raw.recv)))
                 dealer.post(Ping(1))
                 dealer.flush()
 
@@ -444,7 +439,7 @@ def test_another_version_is_refused_and_both_are_named(extra_fields: bool) -> No
             raw.send(msgspec.msgpack.encode([theirs]))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(router.receive_batch)
-                (refused,) = decode_all(await trio.to_thread.run_sync(raw.recv))
+                (refused,) = decode(await trio.to_thread.run_sync(raw.recv))
                 nursery.cancel_scope.cancel()
             assert refused.kind == "ConnectError"
             for part in (__version__, "9.9.9", f"protocol {PROTOCOL_VERSION}", f"protocol {PROTOCOL_VERSION + 1}"):
@@ -515,9 +510,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_put_buffer_round_trips_with_raw_parts() -> None:
-    from pathway.dataflow.layout import Aval, Layout, Sharding
-
     message = PutBuffer(
         3, "east", 1, Layout(Aval((4,), "float32"), Sharding((("data", 2),), (("data",),)), (0, 1)), b"abcd"
     )
-    assert decode_all(frames_of([message])[0]) == [message]
+    assert decode(frames_of([message])[0]) == [message]

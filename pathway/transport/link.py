@@ -91,7 +91,7 @@ class Link(ABC):
     _socket_is_router: bool
 
     def __init__(self, kind: int, options: Mapping[int, int | bytes]) -> None:
-        self._socket: zmq.Socket[bytes] = _context().socket(kind)
+        self._socket: zmq.Socket[bytes] = process_context().socket(kind)
         for option, value in {
             zmq.SNDHWM: 0,  # control is bounded by credits (O-7), never by dropping
             zmq.RCVHWM: 0,
@@ -202,10 +202,13 @@ class Link(ABC):
                 # A pipe's "there is room again" may be consumed by any call on the socket, and unlike POLLIN it cannot
                 # be asked for afterwards: while something is held back, look again now and then.
                 with trio.move_on_after(RETRY_S):
-                    await self._readiness.wait()
+                    await self._wait()
             except trio.ClosedResourceError:
                 if not self.closed:
                     raise
+
+    async def _wait(self) -> None:
+        await self._readiness.wait()
 
     def _collect(self) -> Batch:
         batch, self._arrived = self._arrived, []
@@ -272,9 +275,12 @@ class Link(ABC):
     def close(self, linger_s: float = 0.5) -> None:
         """Close at once; what was flushed still leaves within `linger_s`. Whoever waits in `receive_batch` gets
         `trio.ClosedResourceError`. Safe to call again."""
+        self.flush()
+        self._shut(linger_s)
+
+    def _shut(self, linger_s: float) -> None:
         if self.closed:
             return
-        self.flush()
         self.closed = True
         self._flushed.set()
         self._readiness.close()
@@ -306,7 +312,7 @@ def frames_of(messages: Sequence[Message]) -> list[bytes]:
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
+def process_context() -> zmq.Context[zmq.Socket[bytes]]:
     """This process's ZeroMQ context. Not pyzmq's shared instance, which a notebook's kernel also uses; and a forked
     child gets one of its own, because the parent's threads did not come along."""
     pid = os.getpid()

@@ -37,9 +37,11 @@ class Readiness:
             await trio.lowlevel.wait_readable(self._epoll.fileno())
         finally:
             self.parked = False
-        self._rung = False  # before the read: a bell rung from here on rings again
         if any(descriptor == self._bell for descriptor, _ in self._epoll.poll(0)):
             os.eventfd_read(self._bell)
+        # After the read: a ring in between is answered by the caller, who looks at the socket next, and a later one is
+        # written. The other way round its mark could stay without the bell being readable: lost for good.
+        self._rung = False
 
     def wake(self) -> None:
         """Ring the bell. From any thread."""

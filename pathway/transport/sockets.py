@@ -10,14 +10,29 @@ from dataclasses import dataclass
 import trio
 import zmq
 
-from pathway.errors import ConfigError, ConnectError, ProtocolError
+from pathway.errors import ConfigError, ConnectError, PermissionDeniedError, ProtocolError
+from pathway.transport.authenticator import Gate
 from pathway.transport.handshake import hello, reason_to_refuse, refusal_of_undecodable, refusal_to_exception
+from pathway.transport.keys import Change, PublicKey
 from pathway.transport.link import SOLE_PEER, Batch, Blob, Delivery, Link, Peer, PeerGone
 from pathway.transport.messages import Hello, Message, Refused, Welcome, decode
+from pathway.transport.permissions import Admit, Check
+from pathway.transport.security import (
+    Connection,
+    Identity,
+    handshake_failure,
+    secure_client,
+    secure_server,
+    sender_key,
+    split_endpoint,
+)
 
 __all__ = ["Batch", "Blob", "Dealer", "Delivery", "Peer", "PeerGone", "Router", "hello"]
 
 CLOSED = "the connection was closed"
+
+REFUSAL_GRACE_S = 0.25
+"""A refused peer has this long to read why; then its connection is cut."""
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +53,44 @@ class _Known:
     """What a router knows of one connection."""
 
     descriptor: int
+    connection: Connection | None = None  # to cut it by
+    key: PublicKey | None = None
+    check: Check | None = None  # of every message (P-1, P-3)
     delivered: bool = False  # something of it was delivered, and its `PeerGone` not yet
     refused: bool = False  # kept until the connection closes, to be ignored and logged once
 
 
 class Router(Link):
-    """A bound socket with many peers."""
+    """A bound socket with many peers. With a `gate` it asks them for keys, and ends their connections when their keys are
+    revoked; with `admit` it checks who may say what."""
 
     _socket_is_router = True
 
     @classmethod
-    def bind(cls, address: str, *, socket_options: Mapping[int, int | bytes] | None = None) -> Router:
+    def bind(
+        cls,
+        address: str,
+        *,
+        gate: Gate | None = None,
+        admit: Admit | None = None,
+        socket_options: Mapping[int, int | bytes] | None = None,
+    ) -> Router:
         """Bind to `address`, for example `tcp://127.0.0.1:0`. Raises `ConfigError` if that cannot be."""
-        return cls(address, socket_options or {})
+        return cls(address, socket_options or {}, gate, admit)
 
-    def __init__(self, address: str, options: Mapping[int, int | bytes]) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: Mapping[int, int | bytes],
+        gate: Gate | None = None,
+        admit: Admit | None = None,
+    ) -> None:
         super().__init__(zmq.ROUTER, {zmq.ROUTER_MANDATORY: 1, **options})
+        self._gate = gate
+        self._admit = admit
+        self._cuts: dict[Peer, float] = {}  # refused peers, and when their connections are cut
+        self._unsubscribe = gate.access.subscribe(self._access_changed) if gate is not None else None
+        secure_server(self._socket, gate.identity if gate is not None else None)
         self._known: dict[Peer, _Known] = {}
         self._open_descriptors: set[int] = set()
         self._peer_of_descriptor: dict[int, Peer] = {}
@@ -79,16 +116,24 @@ class Router(Link):
         self._send_with_blob(peer, message, blob)
 
     def disconnect(self, peer: Peer, kind: str, reason: str) -> None:
-        """Tell `peer`, after what was posted to it, that it is refused, and hear nothing more from it: its `PeerGone`
-        comes next. `kind` is a class of `pathway.errors`."""
+        """Tell `peer`, after what was posted to it, that it is refused, hear nothing more from it, and end its connection:
+        its `PeerGone` comes next. `kind` is a class of `pathway.errors`."""
         self._refuse(peer, Refused(kind, reason))
         self._readiness.wake()
+
+    def key_of(self, peer: Peer) -> PublicKey | None:
+        """The key that `peer` proved to have; None in a cluster without keys, and for a peer that is not known."""
+        known = self._known.get(peer)
+        return known.key if known is not None else None
 
     def _take(self, peer: Peer, frame: zmq.Frame, blobs: tuple[memoryview, ...], batch: Batch) -> None:
         known = self._known.get(peer)
         if known is None:
             known = self._introduce(peer, frame)
         if known.refused:
+            return
+        if self._gate is not None and sender_key(frame) != known.key:  # K-5
+            self._refuse(peer, Refused(PermissionDeniedError.__name__, "this link is another key's"))
             return
         try:
             messages = decode(frame.buffer)
@@ -101,7 +146,17 @@ class Router(Link):
             if refused is not None:
                 self._refuse(peer, refused)
                 return
-            known.delivered = True
+        try:
+            if not known.delivered and self._admit is not None:
+                entry = self._gate.access.get(known.key) if self._gate is not None else None
+                known.check = self._admit(messages[0], known.key, entry)
+            if known.check is not None:
+                for message in messages if known.delivered else messages[1:]:
+                    known.check(message)
+        except PermissionDeniedError as error:
+            self._refuse(peer, Refused(PermissionDeniedError.__name__, str(error)))
+            return
+        known.delivered = True
         batch.append(Delivery(peer, messages, blobs))
 
     def _introduce(self, peer: Peer, frame: zmq.Frame) -> _Known:
@@ -111,7 +166,8 @@ class Router(Link):
         previous = self._peer_of_descriptor.pop(descriptor, None)
         if previous is not None:
             self._connection_closed(previous)
-        self._known[peer] = known = _Known(descriptor)
+        key = sender_key(frame) if self._gate is not None else None
+        self._known[peer] = known = _Known(descriptor, Connection.of(frame), key)
         if descriptor == _UNNAMED:
             self._refuse(peer, Refused(ProtocolError.__name__, "this is no ZMTP 3 peer"))
         elif descriptor in self._open_descriptors:
@@ -129,6 +185,26 @@ class Router(Link):
         self._post(peer, refused)
         self.flush()
         self._ended.setdefault(peer, refused.reason)
+        self._cuts[peer] = trio.current_time() + REFUSAL_GRACE_S
+
+    def _access_changed(self, change: Change) -> None:
+        revoked = {entry.key: entry.name for entry in change.revoked}
+        for peer, known in list(self._known.items()):
+            if known.key in revoked:
+                self.disconnect(peer, PermissionDeniedError.__name__, f"the key {revoked[known.key]!r} was revoked")
+
+    async def _wait(self) -> None:
+        if not self._cuts:
+            await self._readiness.wait()
+            return
+        with trio.move_on_at(min(self._cuts.values())):
+            await self._readiness.wait()
+        now = trio.current_time()
+        for peer in [peer for peer, due in self._cuts.items() if due <= now]:
+            del self._cuts[peer]
+            known = self._known.get(peer)
+            if known is not None and known.connection is not None:
+                known.connection.cut()
 
     def _connection_closed(self, peer: Peer) -> None:
         self._ended.setdefault(peer, CLOSED)
@@ -167,7 +243,14 @@ class Router(Link):
                 del self._peer_of_descriptor[known.descriptor]
             self._outboxes.pop(peer, None)
             self._held_back.pop(peer, None)
+            self._cuts.pop(peer, None)
         self._closed.clear()
+
+    def close(self, linger_s: float = 0.5) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+        super().close(linger_s)
 
 
 class Dealer(Link):
@@ -181,11 +264,12 @@ class Dealer(Link):
         address: str,
         introduction: Hello,
         *,
+        identity: Identity | None = None,
         timeout_s: float = 10.0,
         socket_options: Mapping[int, int | bytes] | None = None,
     ) -> Dealer:
         """Connect and send `introduction`. Raises `ConnectError` naming the address: at once where nobody listens."""
-        dealer = cls(address, socket_options or {})
+        dealer = cls(address, socket_options or {}, identity)
         try:
             with trio.move_on_after(timeout_s):
                 await dealer._until_connected()
@@ -206,6 +290,7 @@ class Dealer(Link):
         address: str,
         introduction: Hello,
         *,
+        identity: Identity | None = None,
         timeout_s: float = 10.0,
         socket_options: Mapping[int, int | bytes] | None = None,
     ) -> tuple[Dealer, Welcome]:
@@ -221,17 +306,23 @@ class Dealer(Link):
             dealer.close(linger_s=0)
             raise
 
-    def __init__(self, address: str, options: Mapping[int, int | bytes]) -> None:
+    def __init__(self, address: str, options: Mapping[int, int | bytes], identity: Identity | None = None) -> None:
         # One connection, ever: no reconnecting, and nothing queued while there is none.
         super().__init__(zmq.DEALER, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1, **options})
-        self.address = address
+        self.address, listener_key = split_endpoint(address)
+        if listener_key is None and identity is not None:
+            listener_key = identity.scheduler
         self._connected = False
         self._end_reason: str | None = None
         try:
-            self._socket.connect(address)
+            secure_client(self._socket, identity, listener_key)
+            self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close(linger_s=0)
-            raise ConnectError(f"cannot connect to {address!r}: {error}") from None
+            raise ConnectError(f"cannot connect to {self.address!r}: {error}") from None
+        except ConfigError:
+            self.close(linger_s=0)
+            raise
 
     def post(self, message: Message) -> None:
         """Append `message` to what the next `flush` sends."""
@@ -285,8 +376,9 @@ class Dealer(Link):
                 self._end("nobody listens there")
             case zmq.EVENT_DISCONNECTED:
                 self._end(CLOSED if self._connected else "what listens there is no Pathway process")
-            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._end("the key was refused")
+            case _:
+                if reason := handshake_failure(event, value):
+                    self._end(reason)
 
     def _end(self, reason: str) -> None:
         if self._end_reason is None:
@@ -302,4 +394,4 @@ class Dealer(Link):
         batch.append(PeerGone(SOLE_PEER, self._end_reason or CLOSED))
         self._outboxes.clear()
         self._held_back.clear()
-        self.close(linger_s=0)
+        self._shut(linger_s=0)
