@@ -4,8 +4,8 @@ One *step* is an all-reduce of one scalar a device, and an add; every step's out
 can be computed ahead, and what is measured is how fast a runtime can tell devices what to do.
 
   O  every step is a call of its own
-  C  one program of `LENGTH` nodes, a step each
-  F  one computation of `LENGTH` steps
+  C  one program of `CHAIN_LENGTH` nodes, a step each
+  F  one computation of `CHAIN_LENGTH` steps
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LENGTH = 128
+from bench import CHAIN_LENGTH
 
 AXIS = "d"
 """The mesh axis over which x has one element a device."""
@@ -36,16 +36,17 @@ def make_step(wait_us: int = 0) -> Step:
         total = jnp.sum(x)
         if wait_us:
             total = device_wait(total, wait_us)
-        return x + total * _SHRINK
+        stepped: jax.Array = x + total * _SHRINK
+        return stepped
 
     return step
 
 
 def make_fused(step: Step) -> Step:
-    """`LENGTH` steps as one function."""
+    """`CHAIN_LENGTH` steps as one function."""
 
     def fused(x: jax.Array) -> jax.Array:
-        for _ in range(LENGTH):
+        for _ in range(CHAIN_LENGTH):
             x = step(x)
         return x
 

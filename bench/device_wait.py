@@ -67,7 +67,8 @@ def device_wait(x: jax.Array, microseconds: int) -> jax.Array:
         vmap_method="broadcast_all",
         input_output_aliases={0: 0},
     )
-    return wait(x, (element + ramp) * ramp, microseconds=np.int64(microseconds))
+    waited: jax.Array = wait(x, (element + ramp) * ramp, microseconds=np.int64(microseconds))
+    return waited
 
 
 def _forward(x: jax.Array, microseconds: int) -> tuple[jax.Array, None]:

@@ -29,7 +29,7 @@ class Goal:
     comparison: str
     bound: float
 
-    def met(self, value: float, ratio: float | None) -> bool:
+    def met(self, value: float | None, ratio: float | None) -> bool:
         compared = value if self.subject == "value" else ratio
         return compared is not None and _COMPARISONS[self.comparison](compared, self.bound)
 
@@ -40,15 +40,15 @@ class Goal:
 def report(
     bench: str,
     case: str,
-    value: float,
+    value: float | None,
     unit: str,
     *,
     rival: str | None = None,
     rival_value: float | None = None,
     goal: Goal | None = None,
 ) -> dict[str, object]:
-    """Print one result, and return it as it was printed."""
-    ratio = value / rival_value if rival_value else None
+    """Print one result, and return it as it was printed. A value of None: what was looked for was not found."""
+    ratio = value / rival_value if value is not None and rival_value else None
     line: dict[str, object] = {
         "bench": bench,
         "case": case,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bench import chain
+from bench import CHAIN_LENGTH, chain
 from bench.subject import serve
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     def measure(case: str, calls: int, wait_us: int = 0) -> float:
         """Seconds for `calls` dependent calls. C, of which raw JAX has none, is its steps called one by one."""
         call = compiled(case, wait_us)
-        jit_calls = calls * chain.LENGTH if case == "C" else calls
+        jit_calls = calls * CHAIN_LENGTH if case == "C" else calls
         x = start
         began = time.perf_counter()
         for _ in range(jit_calls):
@@ -51,13 +51,15 @@ def main() -> None:
         x.block_until_ready()
         return time.perf_counter() - began
 
-    def blocking(calls: int) -> float:
-        """Seconds for `calls` one-step calls, each waited for before the next."""
+    def blocking(calls: int) -> list[float]:
+        """Seconds of every one of `calls` one-step calls, each waited for before the next."""
         call = compiled("O", 0)
-        began = time.perf_counter()
+        seconds = []
         for _ in range(calls):
+            began = time.perf_counter()
             call(start).block_until_ready()
-        return time.perf_counter() - began
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
     serve({"measure": measure, "blocking": blocking})
 
