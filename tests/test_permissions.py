@@ -10,8 +10,8 @@ from pathway.transport.keys import Entry, KeyPair, Role
 from pathway.transport.permissions import (
     MAY_SEND_TO_SCHEDULER,
     PeerPermit,
-    admit_peer,
-    check_message,
+    admit_to_executor,
+    admit_to_scheduler,
     check_role,
     check_token,
     executor_token,
@@ -34,9 +34,9 @@ def peer(session: int, shown: int, role: str = "peer") -> m.Hello:
 @pytest.mark.parametrize(
     ("role", "may", "may_not"),
     [
-        (Role.CLIENT, ["client", "peer"], ["worker", "executor", "", "admin", "scheduler"]),
+        (Role.CLIENT, ["client", "observer", "peer"], ["worker", "executor", "", "admin", "scheduler"]),
         (Role.WORKER, ["worker", "executor", "peer"], ["client"]),
-        (Role.ADMIN, ["client", "peer"], ["worker", "executor"]),
+        (Role.ADMIN, ["client", "admin", "observer", "peer"], ["worker", "executor"]),
     ],
 )
 def test_a_key_speaks_only_in_its_roles(role: Role, may: list[str], may_not: list[str]) -> None:
@@ -59,18 +59,29 @@ def test_no_two_roles_share_a_message_but_the_heartbeat() -> None:
     client, worker, executor = (MAY_SEND_TO_SCHEDULER[role] for role in ("client", "worker", "executor"))
     always = {m.Ping, m.Pong, m.Goodbye}
     assert client & worker == client & executor == worker & executor == always
-    check_message("client", m.ReleaseSlice(1))
-    check_message("worker", m.ExecutorExited("east", 1, 0, "exit code 1"))
+    for role, message in (("client", m.ReleaseSlice(1)), ("worker", m.ExecutorExited("east", 1, 0, "exit code 1"))):
+        admit_to_scheduler(peer(0, 0, role), None, None)(message)
     for role, message in (
         ("client", m.ExecutorExited("east", 1, 0, "exit code 1")),
         ("client", m.PartsFinished(((1, 1),))),
         ("client", m.AccessList(b"")),
         ("worker", m.ReleaseSlice(1)),
         ("executor", m.CloseSession(1)),
-        ("nobody", m.ReleaseSlice(1)),
+        ("observer", m.ReleaseSlice(1)),
     ):
         with pytest.raises(PermissionDeniedError, match=type(message).__name__):
-            check_message(role, message)
+            admit_to_scheduler(peer(0, 0, role), None, None)(message)
+
+
+def test_a_scheduler_admits_by_role_and_key() -> None:
+    admit_to_scheduler(peer(0, 0, "client"), ALICE, entry(Role.CLIENT))
+    with pytest.raises(PermissionDeniedError, match="not as worker"):
+        admit_to_scheduler(peer(0, 0, "worker"), ALICE, entry(Role.CLIENT))
+    with pytest.raises(PermissionDeniedError, match="on no allow-list"):
+        admit_to_scheduler(peer(0, 0, "client"), ALICE, None)
+    for nobody in ("peer", "king"):
+        with pytest.raises(PermissionDeniedError, match="no business"):
+            admit_to_scheduler(peer(0, 0, nobody), None, None)
 
 
 def test_a_token_is_good_for_one_session_one_key_and_one_secret() -> None:
@@ -94,7 +105,7 @@ def test_a_token_is_good_for_one_session_one_key_and_one_secret() -> None:
 @pytest.mark.parametrize("key", [ALICE, None])
 def test_links_to_executors_prove_their_session(key: str | None) -> None:
     listed = entry(Role.CLIENT) if key else None
-    assert admit_peer(peer(7, token(SECRET, 7, key)), key, listed, SECRET) == PeerPermit(7)  # type: ignore[arg-type]
+    assert admit_to_executor(peer(7, token(SECRET, 7, key)), key, listed, SECRET) == PeerPermit(7)  # type: ignore[arg-type]
     for hello in (
         peer(8, token(SECRET, 7, key)),  # type: ignore[arg-type]
         peer(7, 0),
@@ -103,17 +114,17 @@ def test_links_to_executors_prove_their_session(key: str | None) -> None:
         peer(7, token(SECRET, 7, key), "client"),  # type: ignore[arg-type]
     ):
         with pytest.raises(PermissionDeniedError):
-            admit_peer(hello, key, listed, SECRET)  # type: ignore[arg-type]
+            admit_to_executor(hello, key, listed, SECRET)  # type: ignore[arg-type]
 
 
 def test_executors_know_each_other_by_token_and_key() -> None:
     hello = peer(0, executor_token(SECRET))
-    assert admit_peer(hello, None, None, SECRET) == PeerPermit(None)
-    assert admit_peer(hello, ALICE, entry(Role.WORKER), SECRET) == PeerPermit(None)
+    assert admit_to_executor(hello, None, None, SECRET) == PeerPermit(None)
+    assert admit_to_executor(hello, ALICE, entry(Role.WORKER), SECRET) == PeerPermit(None)
     with pytest.raises(PermissionDeniedError, match="only a worker's key"):
-        admit_peer(hello, ALICE, entry(Role.CLIENT, Role.ADMIN), SECRET)
+        admit_to_executor(hello, ALICE, entry(Role.CLIENT, Role.ADMIN), SECRET)
     with pytest.raises(PermissionDeniedError, match="on no allow-list"):
-        admit_peer(hello, ALICE, None, SECRET)
+        admit_to_executor(hello, ALICE, None, SECRET)
 
 
 def test_a_link_reaches_its_own_session_only() -> None:

@@ -24,7 +24,7 @@ from zmq.utils import z85
 from pathway.errors import ConfigError
 from pathway.transport.keys import AllowList, AllowListFile, Change, Entry, PublicKey, compare, fingerprint
 from pathway.transport.readiness import Readiness
-from pathway.transport.security import ZAP_DOMAIN
+from pathway.transport.security import ZAP_DOMAIN, Identity
 
 log = logging.getLogger(__name__)
 
@@ -216,4 +216,34 @@ class Authenticator:
         """From now on nobody is let in (K-4). Safe to call again."""
         if not self._socket.closed:
             self._readiness.close()
+            self._socket.unbind(ZAP_ADDRESS)
             self._socket.close(0)
+
+
+class Gate:
+    """All that a process needs to listen with keys: who it is, who may come in, and the authenticator that sees to it.
+
+    With a file, the file is watched, and read before each decision; without, `access` is replaced by whoever knows."""
+
+    def __init__(
+        self, identity: Identity, context: zmq.Context[zmq.Socket[bytes]], file: AllowListFile | None = None
+    ) -> None:
+        self.identity = identity
+        self.access = Access(file.current if file is not None else None)
+        self._file = file
+        self._authenticator = Authenticator(context, self.access, self._refresh)
+
+    def _refresh(self) -> None:
+        if self._file is not None:
+            reload(self._file, self.access)
+
+    async def run(self) -> None:
+        """Let in and keep out, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._authenticator.run)
+            if self._file is not None:
+                nursery.start_soon(watch, self._file, self.access)
+
+    def close(self) -> None:
+        """From now on nobody is let in. Safe to call again."""
+        self._authenticator.close()

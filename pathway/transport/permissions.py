@@ -14,17 +14,28 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pathway.errors import PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.keys import Entry, PublicKey, Role
 
-CLIENT, WORKER, EXECUTOR, PEER = "client", "worker", "executor", "peer"
-"""What a `Hello` can claim to be. A peer is whoever opens a bulk link to an executor: a client or another executor."""
+CLIENT, ADMIN, OBSERVER, WORKER, EXECUTOR, PEER = "client", "admin", "observer", "worker", "executor", "peer"
+"""What a `Hello` can claim to be. Admins and observers have no session and ask for the status; a peer opens a bulk link
+to an executor, and is a client or another executor."""
+
+Check = Callable[[m.Message], None]
+"""Raises `PermissionDeniedError` for a message that may not come by the link that it came by."""
+
+Admit = Callable[[m.Hello, PublicKey | None, Entry | None], Check]
+"""What a listening socket asks for every connection: its Hello, its key and the key's entry (None: on no list, or,
+where the key is None too, a cluster without keys). Raises `PermissionDeniedError`, or says what checks each message."""
 
 _NEEDS_ONE_OF = {
     CLIENT: frozenset({Role.CLIENT, Role.ADMIN}),
+    ADMIN: frozenset({Role.ADMIN}),
+    OBSERVER: frozenset({Role.CLIENT, Role.ADMIN}),
     WORKER: frozenset({Role.WORKER}),
     EXECUTOR: frozenset({Role.WORKER}),
     PEER: frozenset({Role.CLIENT, Role.ADMIN, Role.WORKER}),
@@ -46,6 +57,8 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.ReleasePlan,
         m.StatusRequest,
     },
+    ADMIN: _ALWAYS | {m.StatusRequest},
+    OBSERVER: _ALWAYS | {m.StatusRequest},
     WORKER: _ALWAYS | {m.HostJoined, m.ExecutorExited},
     EXECUTOR: _ALWAYS | {m.ExecutorReady, m.PartsFinished, m.PartFailed, m.PartRefused, m.ExecutorReport},
 }
@@ -77,10 +90,19 @@ def check_role(claimed: str, entry: Entry | None) -> None:
         )
 
 
-def check_message(claimed: str, message: m.Message) -> None:
-    """Raise unless a peer that said Hello as `claimed` may send `message` to the scheduler."""
-    if type(message) not in MAY_SEND_TO_SCHEDULER.get(claimed, _ALWAYS):
-        raise PermissionDeniedError(f"a {claimed} may not send {type(message).__name__}")
+def admit_to_scheduler(hello: m.Hello, key: PublicKey | None, entry: Entry | None) -> Check:
+    """The scheduler's `Admit`."""
+    may_send = MAY_SEND_TO_SCHEDULER.get(hello.role)
+    if may_send is None:
+        raise PermissionDeniedError(f"a {hello.role} has no business at a scheduler")
+    if key is not None:
+        check_role(hello.role, entry)
+
+    def check(message: m.Message) -> None:
+        if type(message) not in may_send:
+            raise PermissionDeniedError(f"a {hello.role} may not send {type(message).__name__}")
+
+    return check
 
 
 # -- tokens (P-2) -----------------------------------------------------------------------------------------------------
@@ -132,8 +154,8 @@ class PeerPermit:
             raise PermissionDeniedError(f"{kind.__name__} names a session of somebody else")
 
 
-def admit_peer(hello: m.Hello, key: PublicKey | None, entry: Entry | None, secret: bytes) -> PeerPermit:
-    """The permit of a link to an executor. `key` and `entry` are None in a cluster without keys."""
+def admit_to_executor(hello: m.Hello, key: PublicKey | None, entry: Entry | None, secret: bytes) -> PeerPermit:
+    """The permit of a link to an executor; its `check` makes this an executor's `Admit`."""
     if hello.role != PEER:
         raise PermissionDeniedError(f"a {hello.role} has no business at an executor")
     if key is not None:

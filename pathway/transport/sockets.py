@@ -274,9 +274,9 @@ class Dealer(Link):
             with trio.move_on_after(timeout_s):
                 await dealer._until_connected()
             if dealer._end_reason is not None:
-                raise ConnectError(f"cannot connect to {address}: {dealer._end_reason}")
+                raise ConnectError(f"cannot connect to {dealer.address}: {dealer._end_reason}")
             if not dealer._connected:
-                raise ConnectError(f"cannot connect to {address}: no answer within {timeout_s:g} s")
+                raise ConnectError(f"cannot connect to {dealer.address}: no answer within {timeout_s:g} s")
         except BaseException:
             dealer.close(linger_s=0)
             raise
@@ -297,11 +297,15 @@ class Dealer(Link):
         """Connect, introduce this process, and wait for the scheduler's `Welcome`. Raises what a refusal names, and
         `ConnectError` where no scheduler answers."""
         started = trio.current_time()
-        dealer = await cls.connect(address, introduction, timeout_s=timeout_s, socket_options=socket_options)
+        dealer = await cls.connect(
+            address, introduction, identity=identity, timeout_s=timeout_s, socket_options=socket_options
+        )
         try:
             with trio.move_on_at(started + timeout_s):
                 return dealer, await dealer._welcome()
-            raise ConnectError(f"{address} accepts connections, but no scheduler answered within {timeout_s:g} s")
+            raise ConnectError(
+                f"{dealer.address} accepts connections, but no scheduler answered within {timeout_s:g} s"
+            )
         except BaseException:
             dealer.close(linger_s=0)
             raise
