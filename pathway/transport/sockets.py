@@ -61,8 +61,8 @@ class _Known:
 
 
 class Router(Link):
-    """A bound socket with many peers. With a `gate` it asks them for keys, and ends their connections when their keys are
-    revoked; with `admit` it checks who may say what."""
+    """A bound socket with many peers. With a `gate` it asks them for keys, and ends their connections when their keys
+    are revoked; with `admit` it checks who may say what."""
 
     _socket_is_router = True
 
@@ -116,8 +116,8 @@ class Router(Link):
         self._send_with_blob(peer, message, blob)
 
     def disconnect(self, peer: Peer, kind: str, reason: str) -> None:
-        """Tell `peer`, after what was posted to it, that it is refused, hear nothing more from it, and end its connection:
-        its `PeerGone` comes next. `kind` is a class of `pathway.errors`."""
+        """Tell `peer`, after what was posted to it, that it is refused, hear nothing more from it, and end its
+        connection: its `PeerGone` comes next. `kind` is a class of `pathway.errors`."""
         self._refuse(peer, Refused(kind, reason))
         self._readiness.wake()
 
