@@ -196,19 +196,19 @@ class Link(ABC):
                 return batch
             self._full_batch = False
             try:
-                if not self._held_back:
-                    await self._readiness.wait()
-                    continue
-                # A pipe's "there is room again" may be consumed by any call on the socket, and unlike POLLIN it cannot
-                # be asked for afterwards: while something is held back, look again now and then.
-                with trio.move_on_after(RETRY_S):
-                    await self._wait()
+                await self._wait()
             except trio.ClosedResourceError:
                 if not self.closed:
                     raise
 
     async def _wait(self) -> None:
-        await self._readiness.wait()
+        if not self._held_back:
+            await self._readiness.wait()
+            return
+        # A pipe's "there is room again" may be consumed by any call on the socket, and unlike POLLIN it cannot be asked
+        # for afterwards: while something is held back, look again now and then.
+        with trio.move_on_after(RETRY_S):
+            await self._readiness.wait()
 
     def _collect(self) -> Batch:
         batch, self._arrived = self._arrived, []

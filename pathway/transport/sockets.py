@@ -195,10 +195,10 @@ class Router(Link):
 
     async def _wait(self) -> None:
         if not self._cuts:
-            await self._readiness.wait()
+            await super()._wait()
             return
         with trio.move_on_at(min(self._cuts.values())):
-            await self._readiness.wait()
+            await super()._wait()
         now = trio.current_time()
         for peer in [peer for peer, due in self._cuts.items() if due <= now]:
             del self._cuts[peer]
