@@ -1,0 +1,115 @@
+"""Pathway: one Python process drives every accelerator of a cluster with plain JAX.
+
+The public names, and nothing else. They are loaded when first used: the scheduler and the workers' supervisors are
+parts of this package too, and never import JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pathway.errors import (
+    Cancelled,
+    CompileError,
+    ConfigError,
+    ConnectError,
+    DeletedError,
+    DeviceMemoryError,
+    DisconnectedError,
+    ErrorInfo,
+    ExecutionError,
+    IslandLostError,
+    PathwayError,
+    PermissionDeniedError,
+    ProgramError,
+    ProtocolError,
+    SchedulerLostError,
+    SessionLostError,
+    SliceError,
+    TransferError,
+)
+from pathway.version import __version__
+
+if TYPE_CHECKING:
+    from pathway.array import Array
+    from pathway.client.client import Client, get
+    from pathway.client.default import connect, devices, disconnect, islands, put, slice
+    from pathway.client.program import Program, Stage, jit, program
+    from pathway.client.slices import Device, Island, Slice
+    from pathway.client.stages import Compiled, Lowered, Traced
+
+__all__ = [
+    "Array",
+    "Cancelled",
+    "Client",
+    "CompileError",
+    "Compiled",
+    "ConfigError",
+    "ConnectError",
+    "DeletedError",
+    "Device",
+    "DeviceMemoryError",
+    "DisconnectedError",
+    "ErrorInfo",
+    "ExecutionError",
+    "Island",
+    "IslandLostError",
+    "Lowered",
+    "PathwayError",
+    "PermissionDeniedError",
+    "Program",
+    "ProgramError",
+    "ProtocolError",
+    "SchedulerLostError",
+    "SessionLostError",
+    "Slice",
+    "SliceError",
+    "Stage",
+    "Traced",
+    "TransferError",
+    "__version__",
+    "connect",
+    "devices",
+    "disconnect",
+    "get",
+    "islands",
+    "jit",
+    "program",
+    "put",
+    "slice",
+]
+
+_HOME = {
+    "Array": "array",
+    "Client": "client.client",
+    "Compiled": "client.stages",
+    "Device": "client.slices",
+    "Island": "client.slices",
+    "Lowered": "client.stages",
+    "Program": "client.program",
+    "Slice": "client.slices",
+    "Stage": "client.program",
+    "Traced": "client.stages",
+    "connect": "client.default",
+    "devices": "client.default",
+    "disconnect": "client.default",
+    "get": "client.client",
+    "islands": "client.default",
+    "jit": "client.program",
+    "program": "client.program",
+    "put": "client.default",
+    "slice": "client.default",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pathway' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"pathway.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

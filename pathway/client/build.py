@@ -1,0 +1,237 @@
+"""From a traced program to a plan on this connection: place, fuse, schedule, lower, and register. The slow path."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from pathway.array import Array
+from pathway.client.bindings import Binding
+from pathway.client.hostvalues import aval_of, physical_value
+from pathway.client.plans import BoundPlan, HostArgument, ResultSource, check_usable
+from pathway.client.slices import live_slices
+from pathway.dataflow.computation import Computation, lower_graph
+from pathway.dataflow.cost import cost_estimate
+from pathway.dataflow.fuse import fuse
+from pathway.dataflow.graph import BoundSlice, Graph
+from pathway.dataflow.place import Resident, place
+from pathway.dataflow.plan import Execute, Part, Plan
+from pathway.dataflow.planner import build_plan, donations
+from pathway.dataflow.schedule import Schedule, order
+from pathway.dataflow.trace import Traced
+from pathway.errors import ProgramError
+from pathway.transport import messages as m
+
+if TYPE_CHECKING:
+    from pathway.client.client import Client
+
+BIND_TIMEOUT_S = 60.0
+"""How long a program waits for a slice whose island was lost to be bound again."""
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """A program lowered onto bound slices, before anyone but the client knows of it."""
+
+    client: Client
+    traced: Traced
+    graph: Graph
+    schedule: Schedule
+    plan: Plan
+    computations: Mapping[int, Computation]
+    bindings: Mapping[int, Binding]
+
+    @property
+    def bound_slices(self) -> dict[int, BoundSlice]:
+        return {number: binding.bound for number, binding in self.bindings.items()}
+
+
+def lower_plan(
+    traced: Traced,
+    leaves: Sequence[Any],
+    *,
+    donated: Collection[int] = (),
+    fused: bool = True,
+    schedule: Any = None,
+) -> LoweredPlan:
+    """The plan for a program called with arguments like `leaves`, on the slices as they are bound now."""
+    slices = live_slices()
+    client = _client_of(leaves)
+    graph = place(
+        traced,
+        {number: handle.shape_for_graph for number, handle in slices.items()},
+        [_resident(leaf) if isinstance(leaf, Array) else None for leaf in leaves],
+        donated=donated,
+        references=_resident,
+        default_slice=_default_slice(client, slices),
+    )
+    if fused:
+        graph = fuse(graph)
+    used = {node.slice for node in graph.nodes} | {value.slice for value in graph.values}
+    client = client or next((slices[number].client for number in used if number in slices), None)
+    if client is None:
+        raise ProgramError(
+            f"{traced.name} uses no slice: place a part of it with pathway.jit, or pass it arrays that were put"
+        )
+    bindings = {}
+    for number in sorted(used):
+        if slices[number].client is not client:
+            raise ProgramError(f"{traced.name} uses slices of different connections")
+        bindings[number] = slices[number].binding(BIND_TIMEOUT_S)
+    for array in (*leaves, *(handle for _, handle in graph.references)):
+        if isinstance(array, Array):
+            check_usable(array, client, traced.name)
+    bound = {number: binding.bound for number, binding in bindings.items()}
+    sequence = order(
+        graph, bound, cost=lambda node: cost_estimate(node, graph.slices[node.slice].mesh), schedule=schedule
+    )
+    donates = donations(graph, bound, sequence)
+    computations = lower_graph(graph, donates)
+    plan = build_plan(
+        graph,
+        bound,
+        {node: computation.key for node, computation in computations.items()},
+        sequence,
+        kept={node: computation.kept for node, computation in computations.items()},
+        donates=donates,
+        inline_bytes=m.INLINE_BYTES,
+    )
+    return LoweredPlan(client, traced, graph, sequence, plan, computations, bindings)
+
+
+def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
+    """Register the plan with the scheduler, without waiting, and prepare its calls."""
+    client, graph, plan = lowered.client, lowered.graph, lowered.plan
+    count = len(graph.arguments)
+    number = _register(lowered)
+    sources: list[list[int]] = [[-1] * len(part.arguments) for part in plan.parts]
+    fixed: list[Array] = []
+    hosts = []
+    for index, argument in enumerate(plan.arguments):
+        if index < count:
+            if not isinstance(leaves[index], Array):
+                hosts += _host_argument(lowered, index)
+            for part, slot in argument.entries:
+                sources[part][slot] = index
+        elif index < count + len(graph.constants):
+            value = graph.constants[index - count][1]
+            for part, slot in argument.entries:
+                sources[part][slot] = count + len(fixed)
+                fixed.append(_constant(lowered, plan.parts[part], slot, value))
+        else:
+            for part, slot in argument.entries:
+                sources[part][slot] = count + len(fixed)
+                fixed.append(graph.references[index - count - len(graph.constants)][1])  # type: ignore[arg-type]
+    return BoundPlan(
+        client=client,
+        number=number,
+        plan=plan,
+        bindings=tuple(lowered.bindings.values()),
+        hosts=hosts,
+        part_sources=sources,
+        fixed=fixed,
+        results=_results(lowered),
+        assemble=_assembler(lowered.traced),
+    )
+
+
+def _client_of(leaves: Sequence[Any]) -> Client | None:
+    for leaf in leaves:
+        if isinstance(leaf, Array):
+            return leaf._kind.binding.core.client  # type: ignore[no-any-return]
+    return None
+
+
+def _default_slice(client: Client | None, slices: Mapping[int, Any]) -> int | None:
+    """Where a program goes that says nothing about places: to the only slice there is."""
+    candidates = [number for number, handle in slices.items() if client is None or handle.client is client]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _resident(array: Any) -> Resident:
+    kind = array._kind
+    return Resident(kind.binding.bound.slice, kind.sharding, array)
+
+
+def _register(lowered: LoweredPlan) -> int:
+    client, plan = lowered.client, lowered.plan
+    core = client.core
+    incarnations = {binding.bound.island: binding.bound.incarnation for binding in lowered.bindings.values()}
+    payloads = tuple(
+        m.PartPayload(
+            part.island,
+            incarnations[part.island],
+            _computations_of(part),
+            msgspec.msgpack.encode(part),
+        )
+        for part in plan.parts
+    )
+    with core.lock:
+        messages: list[m.Message] = []
+        for computation in lowered.computations.values():
+            if computation.key not in client.known_computations:
+                client.known_computations.add(computation.key)
+                messages.append(
+                    m.RegisterComputation(computation.key, computation.metadata_bytes, computation.artifact)
+                )
+        number = core.new_plan()
+        messages.append(m.RegisterPlan(number, plan.name, payloads))
+        client.connection.send(messages)
+    return number
+
+
+def _computations_of(part: Part) -> tuple[str, ...]:
+    steps = [step for gang in part.gangs for step in gang.steps]
+    return tuple(dict.fromkeys(step.computation for step in steps if isinstance(step, Execute)))
+
+
+def _host_argument(lowered: LoweredPlan, index: int) -> list[HostArgument]:
+    """How to send a host value: none at all if nobody reads it."""
+    argument = lowered.plan.arguments[index]
+    value = lowered.graph.values[lowered.graph.arguments[index].value]
+    handed_back = any(result.argument == index for result in lowered.plan.results)
+    if not argument.entries and not handed_back:
+        return []
+    put_first = handed_back or not argument.inline
+    kind = lowered.bindings[value.slice].kind(value.aval, value.sharding) if put_first else None
+    return [HostArgument(index, value.aval, kind)]
+
+
+def _constant(lowered: LoweredPlan, part: Part, slot: int, value: Any) -> Array:
+    """A closed-over host array where this slot of this part wants it: put once per content, island and layout."""
+    layout = part.slots[part.arguments[slot]]
+    binding = next(
+        binding
+        for binding in lowered.bindings.values()
+        if binding.bound.island == part.island and binding.bound.devices == layout.devices
+    )
+    aval = aval_of(value)
+    physical = physical_value(value, aval)
+    digest = hashlib.sha256(np.ascontiguousarray(physical).reshape(-1).view(np.uint8).data).digest()
+    kind = binding.kind(layout.aval, layout.sharding)
+    constants = lowered.client.constants
+    array = constants.get((digest, kind))
+    if array is None or array.is_deleted():
+        array = constants[digest, kind] = lowered.client._put_value(kind, physical)
+    return array
+
+
+def _results(lowered: LoweredPlan) -> list[ResultSource]:
+    graph, plan = lowered.graph, lowered.plan
+    sources = []
+    for graph_result, result in zip(graph.results, plan.results, strict=True):
+        value = graph.values[graph_result.value]
+        kind = lowered.bindings[value.slice].kind(value.aval, value.sharding)
+        sources.append(ResultSource(kind, result.number, result.argument))
+    return sources
+
+
+def _assembler(traced: Traced) -> Callable[[list[Array]], Any]:
+    if traced.host_results:
+        return traced.assemble
+    return traced.out_tree.unflatten  # type: ignore[no-any-return]

@@ -1,0 +1,219 @@
+"""Bulk links to executors: one each, opened when first needed, straight past the scheduler.
+
+Links are opened and received from in the connection's trio thread; fetches and puts are sent from the thread that asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import trio
+
+from pathway.client.bindings import ArrayKind
+from pathway.client.core import ClientCore
+from pathway.client.fetch import ArrayFetch, Incoming, host_regions, piece_of
+from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, describe
+from pathway.transport import messages as m
+from pathway.transport.sockets import Delivery, PeerGone
+from pathway.transport.threads import ThreadSafeDealer
+from pathway.version import PROTOCOL_VERSION, __version__
+
+LOST_GRACE_S = 2.0
+"""How long the scheduler's word that an island is lost, with its cause, is waited for once a link to it has broken."""
+
+Action = Callable[[ThreadSafeDealer], None]
+
+
+class Peer:
+    """The link to one executor. Until it is open, what is to be sent waits in `backlog`."""
+
+    __slots__ = ("address", "backlog", "dealer", "fetching", "incoming", "lock")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.dealer: ThreadSafeDealer | None = None
+        self.backlog: list[Action] = []
+        self.lock = threading.Lock()
+        self.fetching: dict[int, ArrayFetch] = {}  # by request
+        self.incoming: dict[int, Incoming] = {}  # by transfer, the executor's number
+
+    def do(self, action: Action) -> None:
+        """Carry `action` out on the open link: now, from this thread, or as soon as the link is open."""
+        if self.dealer is None:
+            with self.lock:
+                if self.dealer is None:
+                    self.backlog.append(action)
+                    return
+        action(self.dealer)
+
+    def opened(self, dealer: ThreadSafeDealer) -> None:
+        """The link is open: do what has waited, in order, before anything else is done."""
+        with self.lock:
+            for action in self.backlog:
+                action(dealer)
+            self.backlog.clear()
+            self.dealer = dealer
+
+
+class Peers:
+    """All bulk links of one client."""
+
+    def __init__(self, core: ClientCore, name: str, start: Callable[[Peer], None]) -> None:
+        self._core = core
+        self._name = name
+        self._start = start  # run `serve(peer)` in the trio thread
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._transfers = itertools.count(1)
+
+    def _peer(self, address: str) -> Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            with self._lock:
+                peer = self._peers.get(address)
+                if peer is None:
+                    peer = self._peers[address] = Peer(address)
+                    self._start(peer)
+        return peer
+
+    def _address(self, kind: ArrayKind, host: int) -> str:
+        bound = kind.binding.bound
+        entry = self._core.islands.get(bound.island)
+        if entry is None or entry.incarnation != bound.incarnation:
+            raise IslandLostError(f"island {bound.island!r} (incarnation {bound.incarnation}) is gone")
+        return entry.hosts[host]
+
+    # -- from users' threads ------------------------------------------------------------------------------------------
+
+    def fetch(self, kind: ArrayKind, buffer: int) -> ArrayFetch:
+        """Ask for every distinct region of a buffer once, of several hosts together where they share the work."""
+        fetch = ArrayFetch(kind)
+        if fetch.done:
+            return fetch
+        by_host: dict[int, list[int]] = {}
+        for _, devices in kind.regions():
+            hosts = {kind.binding.host_of(device): device for device in reversed(devices)}
+            host = min(hosts, key=lambda host: len(by_host.get(host, ())))
+            by_host.setdefault(host, []).append(hosts[host])
+        for host, asked in by_host.items():
+            peer = self._peer(self._address(kind, host))
+            request = self._core.new_request()
+            self._core.fetches[request] = (fetch, kind.binding)
+            peer.fetching[request] = fetch
+            fetch.add_waiter(lambda peer=peer, request=request: self._forget(peer, request))  # type: ignore[misc]
+            message = m.Fetch(request, self._core.session, buffer, tuple(asked))
+            peer.do(lambda dealer, message=message: dealer.send(message))
+        if self._core.lost is not None:  # it was lost while the fetch was being entered (C-1)
+            fetch.fail(self._core.lost)
+        elif kind.binding.error is not None:
+            fetch.fail(kind.binding.error)
+        return fetch
+
+    def _forget(self, peer: Peer, request: int) -> None:
+        self._core.fetches.pop(request, None)
+        peer.fetching.pop(request, None)
+
+    def put(self, kind: ArrayKind, buffer: int, value: np.ndarray) -> None:  # type: ignore[type-arg]
+        """Send every region of a buffer to every host that holds it."""
+        for host, region in host_regions(kind.physical, kind.binding.bound.devices_per_host):
+            peer = self._peer(self._address(kind, host))
+            transfer = next(self._transfers)
+            data = piece_of(value, region)
+            header = m.PutShard(transfer, self._core.session, buffer, region, len(data))
+            peer.do(lambda dealer, header=header, data=data: _send_transfer(dealer, header, data))  # type: ignore[misc]
+
+    # -- in the trio thread -------------------------------------------------------------------------------------------
+
+    async def serve(self, peer: Peer, connect_timeout_s: float) -> None:
+        """Open the link and receive from it until it breaks."""
+        try:
+            hello = m.Hello(
+                PROTOCOL_VERSION, __version__, "peer", self._name, token=self._core.token, session=self._core.session
+            )
+            dealer = await ThreadSafeDealer.connect(peer.address, hello, timeout_s=connect_timeout_s)
+        except PathwayError as error:
+            await self._broken(peer, f"no link to the executor at {peer.address}: {error}")
+            return
+        try:
+            peer.opened(dealer)
+            while True:
+                for item in await dealer.receive_batch():
+                    if isinstance(item, PeerGone):
+                        await self._broken(peer, f"the link to the executor at {peer.address} broke: {item.reason}")
+                        return
+                    self._received(peer, item)
+        except DisconnectedError as error:
+            await self._broken(peer, str(error))
+        finally:
+            dealer.close()
+
+    def drop(self, alive: frozenset[str]) -> None:
+        """Executors at other addresses than these are gone: their links close."""
+        for address in [address for address in self._peers if address not in alive]:
+            peer = self._peers.pop(address)
+            if peer.dealer is not None:
+                peer.dealer.close(linger_s=0)
+
+    def close(self) -> None:
+        """Close every link."""
+        self.drop(frozenset())
+
+    async def _broken(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            if self._peers.get(peer.address) is peer:
+                del self._peers[peer.address]
+        with trio.move_on_after(LOST_GRACE_S):  # the scheduler knows better why
+            for fetch in list(peer.fetching.values()):
+                await fetch.wait_trio()
+        for fetch in list(peer.fetching.values()):
+            bound = fetch.binding.bound
+            fetch.fail(ErrorInfo("IslandLostError", reason, island=bound.island, incarnation=bound.incarnation))
+
+    def _received(self, peer: Peer, delivery: Delivery) -> None:
+        last = len(delivery.messages) - 1
+        for index, message in enumerate(delivery.messages):
+            data = delivery.blobs[0] if index == last and delivery.blobs else memoryview(b"")
+            try:
+                self._handle(peer, message, data)
+            except (ValueError, TypeError, IndexError) as error:
+                self._fail_all(peer, describe(error))
+
+    def _handle(self, peer: Peer, message: m.Message, data: memoryview) -> None:
+        match message:
+            case m.FetchedShard():
+                fetch = peer.fetching.get(message.request)
+                if fetch is None or fetch.done:
+                    return
+                if message.nbytes <= m.CHUNK_BYTES:
+                    fetch.place(message.region, data)
+                else:
+                    peer.incoming[message.transfer] = Incoming(fetch, message.region, message.nbytes)
+            case m.Chunk():
+                incoming = peer.incoming.get(message.transfer)
+                if incoming is not None and incoming.add(message.offset, data):
+                    del peer.incoming[message.transfer]
+            case m.FetchFailed():
+                fetch = peer.fetching.get(message.request)
+                if fetch is not None:
+                    fetch.fail(message.error)
+            case m.Refused():
+                self._fail_all(peer, ErrorInfo(message.kind, message.reason))
+            case _:
+                pass
+
+    @staticmethod
+    def _fail_all(peer: Peer, error: ErrorInfo) -> None:
+        for fetch in list(peer.fetching.values()):
+            fetch.fail(error)
+
+
+def _send_transfer(dealer: ThreadSafeDealer, header: m.PutShard, data: memoryview) -> None:
+    if len(data) <= m.CHUNK_BYTES:
+        dealer.send_with_blob(header, data)
+        return
+    dealer.send(header)
+    for offset in range(0, len(data), m.CHUNK_BYTES):
+        dealer.send_with_blob(m.Chunk(header.transfer, offset), data[offset : offset + m.CHUNK_BYTES])

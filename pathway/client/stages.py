@@ -1,0 +1,142 @@
+"""A program on its way to the cluster, as `jax.stages`: traced, lowered, compiled. For looking into it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pathway.client.build import LoweredPlan, bind_plan, lower_plan
+from pathway.client.plans import BoundPlan
+from pathway.dataflow import trace as dataflow_trace
+from pathway.dataflow.cost import cost_estimate
+from pathway.dataflow.graph import Graph
+from pathway.dataflow.plan import Plan
+
+
+class Traced:
+    """A program traced for some arguments."""
+
+    def __init__(
+        self,
+        traced: dataflow_trace.Traced,
+        leaves: Sequence[Any],
+        donated: Collection[int],
+        fuse: bool,
+        schedule: Any,
+    ) -> None:
+        self._traced = traced
+        self._leaves = list(leaves)
+        self._donated = donated
+        self._fuse = fuse
+        self._schedule = schedule
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr: stages are `jit` equations."""
+        return self._traced.jaxpr
+
+    @property
+    def out_avals(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the flat results."""
+        return self._traced.out_avals
+
+    def lower(self) -> Lowered:
+        """Placed, fused, scheduled, every computation lowered to StableHLO, for the slices as they are bound now."""
+        plan = lower_plan(self._traced, self._leaves, donated=self._donated, fused=self._fuse, schedule=self._schedule)
+        return Lowered(plan)
+
+
+class Lowered:
+    """A program lowered onto its slices. Nothing has been sent yet."""
+
+    def __init__(self, lowered: LoweredPlan) -> None:
+        self._lowered = lowered
+
+    @property
+    def graph(self) -> Graph:
+        """One node per computation, whatever the number of devices."""
+        return self._lowered.graph
+
+    @property
+    def plan(self) -> Plan:
+        """For each island an ordered list of gangs of steps."""
+        return self._lowered.plan
+
+    def as_text(self) -> str:
+        """The graph for people: every node, where it is and why, and every transfer."""
+        from pathway.dataflow.text import as_text
+
+        return as_text(self.graph)
+
+    def draw(self) -> str:
+        """The graph by island, as SVG."""
+        from pathway.dataflow.draw import draw_graph
+
+        return draw_graph(self.graph, self._lowered.bound_slices, self.plan, title=self.plan.name)
+
+    def stablehlo(self) -> dict[str, bytes]:
+        """The StableHLO portable artifact of every computation, by node name."""
+        computations = self._lowered.computations
+        return {node.name: computations[node.index].artifact for node in self.graph.nodes if node.index in computations}
+
+    def bind(self, leaves: Sequence[Any]) -> BoundPlan:
+        """Register it with the scheduler for calls with arguments like `leaves`; does not wait."""
+        return bind_plan(self._lowered, leaves)
+
+    def compile(self) -> Compiled:
+        """Send it to its islands, which compile it. Does not wait for them: a compile error raises where a result is
+        first needed."""
+        return Compiled(self._lowered)
+
+
+@dataclass(frozen=True)
+class IslandMemory:
+    """What a run needs on the fullest device of an island: arrays of the program alive at the same time, in bytes."""
+
+    peak_bytes: int
+    peak_bytes_by_device: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class CostAnalysis:
+    """Estimates made before the program ran."""
+
+    seconds_by_node: Mapping[str, float]
+    transfer_bytes: int
+
+
+class Compiled:
+    """A program that its islands compile, or have compiled. Call it with arguments like those it was traced for."""
+
+    def __init__(self, lowered: LoweredPlan) -> None:
+        self._lowered = lowered
+        self._bound: BoundPlan | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self._lowered.traced.flatten(args, kwargs)
+        if self._bound is None:
+            self._bound = bind_plan(self._lowered, leaves)
+        return self._bound.start(leaves)
+
+    def memory_analysis(self) -> dict[str, IslandMemory]:
+        """By island, from the plan's liveness. XLA's own temporaries are added by the executors, who know them."""
+        from pathway.dataflow.memory import peak_bytes
+
+        return {
+            island: IslandMemory(max(by_device.values(), default=0), by_device)
+            for island, by_device in peak_bytes(self._lowered.plan).items()
+        }
+
+    def cost_analysis(self) -> CostAnalysis:
+        """Estimated seconds of each node, and the bytes that move between devices of different slices."""
+        graph = self._lowered.graph
+        seconds = {node.name: cost_estimate(node, graph.slices[node.slice].mesh) for node in graph.nodes}
+        return CostAnalysis(seconds, self._lowered.plan.cost_bytes)
+
+    @property
+    def in_tree(self) -> jax.tree_util.PyTreeDef:
+        """The structure of its arguments that are not static."""
+        return self._lowered.traced.in_tree
