@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
 from pathway.dataflow.graph import BoundSlice, Graph, GraphArgument, GraphResult, Node, SliceShape, Value
 from pathway.dataflow.layout import Aval, Sharding
 
@@ -50,8 +52,9 @@ class GraphBuilder:
         *,
         resident: bool = True,
         donated: bool = False,
+        dtype: str = "float32",
     ) -> int:
-        value = self.value(where, shape, spec)
+        value = self.value(where, shape, spec, dtype)
         self.arguments.append(GraphArgument(value, resident, donated))
         return value
 
@@ -71,6 +74,7 @@ class GraphBuilder:
         outputs: int = 1,
         jaxpr: Any = None,
         donates: Sequence[int] = (),
+        dtype: str = "float32",
         wants: dict[int, Sequence[str | None]] | None = None,
     ) -> Any:
         """A node; returns its output's number, or the list of them. `wants`: specs of inputs by position, where they
@@ -85,7 +89,7 @@ class GraphBuilder:
             else:
                 sharding = self.sharding(where)
             in_shardings.append(sharding.of_rank(len(value.aval.shape)))
-        written = [self.value(where, shape, spec) for _ in range(outputs)]
+        written = [self.value(where, shape, spec, dtype) for _ in range(outputs)]
         self.nodes.append(
             Node(
                 len(self.nodes),
@@ -116,8 +120,12 @@ class GraphBuilder:
         )
 
 
-def pipeline(microbatches: int, stages: int = 2, shape: Sequence[int] = (8, 8)) -> tuple[Graph, dict[int, BoundSlice]]:
-    """Forward, then backward, for each microbatch in turn; at last one update a stage. One island for each stage."""
+def pipeline(
+    microbatches: int, stages: int = 2, shape: Sequence[int] = (8, 8), body: Any = None
+) -> tuple[Graph, dict[int, BoundSlice]]:
+    """Forward, then backward, for each microbatch in turn; at last one update a stage. One island for each stage.
+    `body(inputs, outputs)` makes a node's jaxpr."""
+    body = body or (lambda inputs, outputs: None)
     bindings = {stage: bound(stage, f"island{stage}", range(4)) for stage in range(stages)}
     builder = GraphBuilder(bindings)
     weights = [builder.argument(stage, shape, donated=True) for stage in range(stages)]
@@ -127,7 +135,7 @@ def pipeline(microbatches: int, stages: int = 2, shape: Sequence[int] = (8, 8)) 
         saved = []
         for stage in range(stages):
             saved.append(x)
-            x = builder.node(stage, [weights[stage], x], name=f"forward{stage}.{batch}", shape=shape)
+            x = builder.node(stage, [weights[stage], x], name=f"forward{stage}.{batch}", shape=shape, jaxpr=body(2, 1))
         cotangent = x
         for stage in reversed(range(stages)):
             gradient, cotangent = builder.node(
@@ -136,10 +144,55 @@ def pipeline(microbatches: int, stages: int = 2, shape: Sequence[int] = (8, 8)) 
                 name=f"backward{stage}.{batch}",
                 shape=shape,
                 outputs=2,
+                jaxpr=body(3, 2),
             )
             gradients[stage].append(gradient)
     updated = [
-        builder.node(stage, [weights[stage], *gradients[stage]], name=f"update{stage}", donates=[0], shape=shape)
+        builder.node(
+            stage,
+            [weights[stage], *gradients[stage]],
+            name=f"update{stage}",
+            donates=[0],
+            shape=shape,
+            jaxpr=body(1 + microbatches, 1),
+        )
         for stage in range(stages)
     ]
     return builder.graph(updated, "train"), bindings
+
+
+@st.composite
+def random_graphs(draw, body=None, most_nodes=14):
+    """Any DAG over slices that share islands, devices or nothing, with results and donations anywhere. `body(shapes)`
+    makes the jaxpr of a node with inputs of these shapes and two outputs of shape (8, 8)."""
+    builder = GraphBuilder(
+        {
+            1: bound(1, "east", [0, 1, 2, 3], [("x", 2), ("y", 2)], devices_per_host=2),
+            2: bound(2, "east", [4, 5], [("x", 2)], devices_per_host=2),
+            3: bound(3, "west", [3, 1], [("x", 2)], devices_per_host=2),
+            4: bound(4, "west", [1], [("x", 1)], devices_per_host=2),
+            5: bound(5, "north", [0, 1], [("x", 2)], devices_per_host=1),
+        }
+    )
+    slices, specs = st.integers(1, 5), st.sampled_from([[], ["x"], [None, "x"]])
+    values = []
+    for _ in range(draw(st.integers(1, 4))):
+        large = draw(st.booleans())
+        values.append(
+            builder.argument(
+                draw(slices),
+                (256, 256) if large else (8, 8),
+                draw(specs),
+                resident=draw(st.booleans()),
+                donated=draw(st.booleans()),
+            )
+        )
+    for _ in range(draw(st.integers(0, most_nodes))):
+        inputs = draw(st.lists(st.sampled_from(values), min_size=0, max_size=3))
+        where = draw(slices)
+        wants = {i: draw(specs) for i, v in enumerate(inputs) if builder.values[v].slice != where}
+        donates = [i for i in range(len(inputs)) if draw(st.booleans())]
+        jaxpr = body(tuple(builder.values[v].aval.shape for v in inputs)) if body else None
+        made = builder.node(where, inputs, spec=draw(specs), outputs=2, donates=donates, wants=wants, jaxpr=jaxpr)
+        values += made
+    return builder.graph(draw(st.lists(st.sampled_from(values), max_size=4))), builder.bindings

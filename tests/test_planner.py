@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from graph_builder import GraphBuilder, bound, pipeline
+from graph_builder import GraphBuilder, bound, pipeline, random_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -270,41 +270,6 @@ def test_the_plan_does_not_depend_on_the_shard_count():
         return [(len(part.slots), len(part.edges_in), [len(gang.steps) for gang in part.gangs]) for part in plan.parts]
 
     assert shape_of(1) == shape_of(64) == shape_of(4096)
-
-
-@st.composite
-def random_graphs(draw):
-    """Any DAG over slices that share islands, devices or nothing, with results and donations anywhere."""
-    builder = GraphBuilder(
-        {
-            1: bound(1, "east", [0, 1, 2, 3], [("x", 2), ("y", 2)], devices_per_host=2),
-            2: bound(2, "east", [4, 5], [("x", 2)], devices_per_host=2),
-            3: bound(3, "west", [3, 1], [("x", 2)], devices_per_host=2),
-            4: bound(4, "west", [1], [("x", 1)], devices_per_host=2),
-            5: bound(5, "north", [0, 1], [("x", 2)], devices_per_host=1),
-        }
-    )
-    slices, specs = st.integers(1, 5), st.sampled_from([[], ["x"], [None, "x"]])
-    values = []
-    for _ in range(draw(st.integers(1, 4))):
-        large = draw(st.booleans())
-        values.append(
-            builder.argument(
-                draw(slices),
-                (256, 256) if large else (8, 8),
-                draw(specs),
-                resident=draw(st.booleans()),
-                donated=draw(st.booleans()),
-            )
-        )
-    for _ in range(draw(st.integers(0, 14))):
-        inputs = draw(st.lists(st.sampled_from(values), min_size=0, max_size=3))
-        where = draw(slices)
-        wants = {i: draw(specs) for i, v in enumerate(inputs) if builder.values[v].slice != where}
-        donates = [i for i in range(len(inputs)) if draw(st.booleans())]
-        made = builder.node(where, inputs, spec=draw(specs), outputs=2, donates=donates, wants=wants)
-        values += made
-    return builder.graph(draw(st.lists(st.sampled_from(values), max_size=4))), builder.bindings
 
 
 @settings(max_examples=200, deadline=None)
