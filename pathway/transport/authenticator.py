@@ -113,7 +113,7 @@ class Access:
         self.allow_list = allow_list
         if change.added or change.revoked:
             for entry in change.revoked:
-                log.warning("key revoked", extra={"key_name": entry.name, "fingerprint": fingerprint(entry.key)})
+                log.warning("the key %r (%s) was revoked", entry.name, fingerprint(entry.key))
             for listener in list(self._listeners):
                 listener(change)
         return change
@@ -141,7 +141,7 @@ def reload(file: AllowListFile, access: Access, force: bool = False) -> None:
     """Read the file if it has changed. A file with a mistake changes nothing and is reported (K-3)."""
     change = file.refresh(force)
     if change is not None and change.error:
-        log.error("the allow-list was not read: the one before it stays in force", extra={"reason": change.error})
+        log.error("the allow-list was not read, and the one before it stays in force: %s", change.error)
     elif change is not None:
         access.replace(file.current)
 
@@ -207,10 +207,7 @@ class Authenticator:
         self._reported[who] = None
         if len(self._reported) > _REMEMBERED_REFUSALS:
             self._reported.popitem(last=False)
-        log.warning(
-            "connection refused",
-            extra={"address": request.address, "fingerprint": who[1], "reason": decision.reason},
-        )
+        log.warning("refused a connection from %s (key %s): %s", request.address, who[1], decision.reason)
 
     def close(self) -> None:
         """From now on nobody is let in (K-4). Safe to call again."""
