@@ -1,0 +1,119 @@
+"""README and docs are true: their Python runs, their commands have the flags that are shown, their links lead somewhere.
+
+The Python blocks of a page are one script. All pages, and the examples, share one embedded cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pathway as pw
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
+    """The page's fenced blocks in these languages, each with the line that it starts after."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, match.start(2)), match.group(2))
+        for match in BLOCK.finditer(text)
+        if match.group(1) in languages
+    ]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with pw.connect() as client:
+        yield client
+
+
+@pytest.fixture
+def connected(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`pathway.connect()` gives the shared cluster, and slices that a script leaves behind are released."""
+    taken: list[Any] = []
+    take = pw.slice
+
+    def taking(*args: Any, **kwargs: Any) -> Any:
+        taken.append(take(*args, **kwargs))
+        return taken[-1]
+
+    monkeypatch.setattr(pw, "connect", lambda *_, **__: contextlib.nullcontext(cluster))
+    monkeypatch.setattr(pw, "slice", taking)
+    yield
+    for slice_ in taken:
+        slice_.release()
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": page.stem}
+    for line, block in blocks(page, "python"):
+        # Blank lines in front: a traceback names the line of the page.
+        exec(compile("\n" * line + block, str(page), "exec"), names)
+    if page.name == "README.md":
+        right = float(re.search(r"([\d.]+)% of 360", capsys.readouterr().out).group(1))  # type: ignore[union-attr]
+        assert right > 95
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_first_program_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import first_program
+
+    first_program.main()
+    before, after = map(float, re.search(r"error ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups())  # type: ignore[union-attr]
+    assert after < before / 4
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_pipeline_learns_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optax")
+    from examples import pipeline
+
+    pipeline.main(tmp_path / "timeline.svg")
+    before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups())  # type: ignore[union-attr]
+    assert after < before / 4
+    assert "</svg>" in (tmp_path / "timeline.svg").read_text()
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Every call of the `pathway` command in the page's shell blocks."""
+    for _, block in blocks(page, "sh", "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words and words[0] == "pathway":
+                yield words[1:]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))], ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist_with_their_flags(page: Path) -> None:
+    helps: dict[str, str] = {}
+    for words in commands(page):
+        command = words[0] if not words[0].startswith("-") else ""
+        if command not in helps:
+            asked = [sys.executable, "-m", "pathway.cli", *filter(None, [command]), "--help"]
+            shown = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+            assert shown.returncode == 0, shown.stderr
+            helps[command] = shown.stdout
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        missing = [flag for flag in flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", helps[command])]
+        assert not missing, f"pathway {' '.join(words)}: {missing} not in its --help"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
