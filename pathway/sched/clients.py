@@ -1,0 +1,332 @@
+"""What clients ask for: sessions, slices, plans, runs and buffers, and what they are told. Pure.
+
+The rules stand with the subjects: `sessions` (N), `slices` (V), `plans` (R) and `lanes` (O, S).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pathway.errors import ErrorInfo
+from pathway.sched.cluster import Cluster, Island
+from pathway.sched.events import Close, Instruction, Send
+from pathway.sched.lanes import Lane, LaneScheduler, Run
+from pathway.sched.peers import Peer, Peers
+from pathway.sched.plans import PlanRegistry
+from pathway.sched.sessions import Session
+from pathway.sched.slices import Slice, SliceBinder, why_invalid
+from pathway.sched.timers import Timers
+from pathway.transport import messages as m
+
+TokenOf = Callable[[int, str | None], int]
+"""What proves a session: (session, the client's public key) -> token."""
+
+
+class Clients:
+    """`grace_until`: how long slices wait for islands that nobody has announced yet. `ending`: why no new work is taken
+    ("" while it is)."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        timers: Timers,
+        numbers: random.Random,
+        credits: int,
+        lease_s: float,
+        grace_until: float,
+        token_of: TokenOf | None,
+    ) -> None:
+        self.sessions: dict[int, Session] = {}
+        self.waiting_slices: dict[tuple[int, int], Slice] = {}
+        self.cluster = cluster
+        self.binder = SliceBinder(cluster)
+        self.plans = PlanRegistry(cluster)
+        self.lanes = LaneScheduler(credits, self._run_failed)
+        self.ending = ""
+        self._timers = timers
+        self._numbers = numbers
+        self._lease_s = lease_s
+        self._grace_until = grace_until
+        self._token_of = token_of or (lambda session, key: numbers.getrandbits(62) + 1)
+        timers.at(grace_until, self.bind_waiting)
+        self.handlers: dict[type, Callable[[Peer, Any, float, list[Instruction]], None]] = {
+            m.StartRun: self._start_run,
+            m.ReleaseBuffers: self._release_buffers,
+            m.PutBuffer: self._put_buffer,
+            m.RegisterComputation: self._register_computation,
+            m.RegisterPlan: self._register_plan,
+            m.ReleasePlan: self._release_plan,
+            m.CancelRun: self._cancel_run,
+            m.RequestSlice: self._request_slice,
+            m.ReleaseSlice: self._release_slice,
+        }
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer, peers: Peers, now: float, out: list[Instruction]) -> Session | None:
+        hello = peer.hello
+        if self.ending:
+            out.append(Close(peer.key, m.Refused("ConnectError", f"the scheduler takes no new clients: {self.ending}")))
+            return None
+        if not hello.resume:
+            number = self._numbers.getrandbits(62) + 1
+            session = Session(number, hello.name, self._token_of(number, peer.public_key), peer.key, now)
+            self.sessions[number] = session
+        else:
+            found = self.sessions.get(hello.resume)
+            if found is None:
+                reason = f"session {hello.resume:x} is unknown here: its lease of {self._lease_s:g} s ran out"
+                out.append(Close(peer.key, m.Refused("SessionLostError", reason)))
+                return None
+            if hello.token != found.token:
+                reason = "the session does not belong to this connection"
+                out.append(Close(peer.key, m.Refused("PermissionDeniedError", reason)))
+                return None
+            if found.peer is not None:
+                out.append(Close(found.peer, m.Refused("DisconnectedError", "another connection resumed the session")))
+                peers.closed(found.peer, "another connection resumed the session", now, out)
+            session, session.peer = found, peer.key
+        peer.session = session
+        return session
+
+    def detached(self, session: Session, last_heard: float) -> None:
+        """The session's connection is over. It may come back within its lease."""
+        session.peer = None
+        session.detached_at = last_heard
+        detached_at = session.detached_at
+
+        def lapsed(now: float, out: list[Instruction]) -> None:
+            if session.peer is None and session.detached_at == detached_at:
+                self.close(session, now, out)
+
+        self._timers.at(detached_at + self._lease_s, lapsed)
+
+    def close(self, session: Session, now: float, out: list[Instruction]) -> None:
+        """Everything of the session goes, at once and everywhere."""
+        if self.sessions.pop(session.id, None) is None:
+            return
+        session.peer = None
+        lanes = [lane for lane in session.lanes if lane.error is None]
+        for lane in lanes:
+            lane.tell_all(m.CloseSession(session.id), out)
+            lane.registered = {(owner, plan) for owner, plan in lane.registered if owner != session.id}
+        self.lanes.session_closed(session.id, session.lanes, out)
+        self.plans.drop_session(session)
+        for held in session.slices.values():
+            self.binder.release(held)
+            self.waiting_slices.pop((session.id, held.request.slice), None)
+        self.bind_waiting(now, out)
+
+    def resumed(self, session: Session, out: list[Instruction]) -> None:
+        """Tell a connection that resumed its session what it may have missed (N-2)."""
+        session.tell_again(out)
+        for held in session.slices.values():
+            if session.peer is not None and held.island and self.cluster.islands[held.island].lane is not None:
+                out.append(Send(session.peer, self._bound(held)))
+
+    # -- slices -----------------------------------------------------------------------------------------------------
+
+    def _request_slice(self, peer: Peer, message: m.RequestSlice, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        held = session.slices.get(message.slice)
+        if held is not None:  # sent again after a resume
+            if held.island and self.cluster.islands[held.island].lane is not None:
+                session.tell(self._bound(held), now, self._lease_s, out)
+            return
+        reason = why_invalid(message) or self.ending
+        if reason:
+            session.tell(m.SliceRefused(message.slice, "SliceError", reason), now, self._lease_s, out)
+            return
+        wanted = Slice(session.id, session.name, message, since=now)
+        session.slices[message.slice] = wanted
+        self._bind_or_wait(session, wanted, now, out)
+
+    def _bind_or_wait(self, session: Session, wanted: Slice, now: float, out: list[Instruction]) -> None:
+        grace = now < self._grace_until
+        refusal = self.binder.bind(wanted, now, grace)
+        key = (session.id, wanted.request.slice)
+        if refusal is None:
+            self.waiting_slices.pop(key, None)
+            session.tell(self._bound(wanted), now, self._lease_s, out)
+        elif refusal.final:
+            self.waiting_slices.pop(key, None)
+            del session.slices[wanted.request.slice]
+            session.tell(m.SliceRefused(wanted.request.slice, "SliceError", refusal.reason), now, self._lease_s, out)
+        else:
+            wanted.reason = refusal.reason
+            self.waiting_slices[key] = wanted
+
+    def bind_waiting(self, now: float, out: list[Instruction]) -> None:
+        """Something has changed: look at the slices that wait, in the order in which they came."""
+        for wanted in list(self.waiting_slices.values()):
+            self._bind_or_wait(self.sessions[wanted.session], wanted, now, out)
+
+    def _bound(self, held: Slice) -> m.SliceBound:
+        island = self.cluster.islands[held.island]
+        return m.SliceBound(
+            held.request.slice,
+            held.island,
+            island.incarnation,
+            held.devices,
+            island.platform,
+            island.devices_per_host,
+        )
+
+    def _release_slice(self, peer: Peer, message: m.ReleaseSlice, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        held = session.slices.pop(message.slice, None)
+        if held is not None:
+            self.waiting_slices.pop((session.id, message.slice), None)
+            self.binder.release(held)
+            self.bind_waiting(now, out)
+
+    # -- plans and runs ---------------------------------------------------------------------------------------------
+
+    def _register_computation(
+        self, peer: Peer, message: m.RegisterComputation, now: float, out: list[Instruction]
+    ) -> None:
+        self.plans.add_computation(owner(peer), message)
+
+    def _register_plan(self, peer: Peer, message: m.RegisterPlan, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        plan = session.plans[message.plan] = self.plans.register(session, message, out)
+        if plan.error is not None:
+            session.tell(m.PlanFailed(message.plan, plan.error), now, self._lease_s, out)
+
+    def _release_plan(self, peer: Peer, message: m.ReleasePlan, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        plan = session.plans.pop(message.plan, None)
+        if plan is None:
+            return
+        key = (session.id, message.plan)
+        for part in plan.message.parts:
+            island = self.cluster.islands.get(part.island)
+            if island is not None and island.lane is not None and key in island.lane.registered:
+                island.lane.registered.discard(key)
+                self.lanes.send_behind(island.lane, session.id, m.DropPlan(*key), out)
+
+    def _start_run(self, peer: Peer, message: m.StartRun, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        if message.run <= session.last_run:
+            return  # N-3
+        session.last_run = message.run
+        plan = session.plans.get(message.plan)
+        error: ErrorInfo | None = None
+        if plan is None:
+            error = ErrorInfo("ProgramError", f"plan {message.plan} is not registered")
+        elif plan.error is not None:
+            error = plan.error
+        elif self.ending:
+            error = ErrorInfo("SchedulerLostError", f"the scheduler takes no new runs: {self.ending}")
+        elif len(message.arguments) != len(plan.lanes):
+            error = ErrorInfo(
+                "ProtocolError", f"{len(message.arguments)} lists of arguments for {len(plan.lanes)} parts"
+            )
+        else:
+            for lane in plan.lanes:
+                if lane.error is not None:
+                    error = lane.error
+                    break
+        if error is not None or plan is None:
+            assert error is not None
+            session.tell(m.RunFailed(message.run, error), now, self._lease_s, out)
+            return
+        if not plan.lanes:
+            session.tell_finished((message.run,), now, self._lease_s, out)
+            return
+        run = Run(session.id, message.run, message.plan, message.first_result, message.arguments, plan.lanes, now)
+        session.runs[message.run] = run
+        self.lanes.submit(run, out)
+
+    def _cancel_run(self, peer: Peer, message: m.CancelRun, now: float, out: list[Instruction]) -> None:
+        run = owner(peer).runs.get(message.run)
+        if run is not None:
+            error = ErrorInfo("Cancelled", f"run {message.run} was cancelled before its results were there")
+            self.lanes.cancel(run, error, now, out)
+
+    def _put_buffer(self, peer: Peer, message: m.PutBuffer, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        lane = self.cluster.lane(message.island, message.incarnation)
+        if lane is not None and session.holds(message.island):
+            session.lanes[lane] = None
+            put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
+            self.lanes.send_behind(lane, session.id, put, out)
+
+    def _release_buffers(self, peer: Peer, message: m.ReleaseBuffers, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        lane = self.cluster.lane(message.island, message.incarnation)
+        if lane is not None:
+            self.lanes.send_behind(lane, session.id, m.FreeBuffers(session.id, message.buffers), out)
+
+    # -- how runs and plans end --------------------------------------------------------------------------------------
+
+    def parts_finished(self, lane: Lane, parts: Iterable[tuple[int, int]], now: float, out: list[Instruction]) -> None:
+        by_session: dict[int, list[int]] = {}
+        for run in self.lanes.parts_finished(lane, parts, out):
+            by_session.setdefault(run.session, []).append(run.number)
+        for number, runs in by_session.items():
+            session = self.sessions[number]
+            for run_number in runs:
+                del session.runs[run_number]
+            session.tell_finished(tuple(runs), now, self._lease_s, out)
+
+    def part_refused(self, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
+        session = self.sessions.get(message.session)
+        plan = session.plans.get(message.plan) if session else None
+        if session is None or plan is None or plan.error is not None:
+            return
+        plan.error = message.error
+        session.tell(m.PlanFailed(message.plan, message.error), now, self._lease_s, out)
+        queued = [run for run in session.runs.values() if run.plan == message.plan]
+        self.lanes.fail_queued(queued, message.error, now, out)
+
+    def _run_failed(self, run: Run, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        session = self.sessions.get(run.session)
+        if session is not None:
+            session.runs.pop(run.number, None)
+            session.tell(m.RunFailed(run.number, error), now, self._lease_s, out)
+
+    # -- islands -----------------------------------------------------------------------------------------------------
+
+    def island_formed(self, island: Island, lane: Lane, now: float, out: list[Instruction]) -> None:
+        """Bind the slices that it held before to its new incarnation, and send what it has to compile (V-2)."""
+        held_here = {held for slices in self.binder.holders.get(island.name, {}).values() for held in slices}
+        for held in sorted(held_here, key=lambda held: (held.since, held.session, held.request.slice)):
+            session = self.sessions[held.session]
+            if self.binder.still_fits(held, island):
+                session.tell(self._bound(held), now, self._lease_s, out)
+            else:
+                self.binder.release(held)
+                held.reason = f"island {island.name} came back with other devices"
+                self.waiting_slices[held.session, held.request.slice] = held
+        for session in self.sessions.values():
+            self.plans.register_again(session, lane, out)
+        self.bind_waiting(now, out)
+
+    def island_lost(self, lane: Lane, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        notice = m.IslandLost(lane.island, lane.incarnation, error)
+        for session in self.sessions.values():
+            session.tell(notice, now, self._lease_s, out)
+            session.lanes.pop(lane, None)
+        for other in self.cluster.islands.values():
+            if other.lane is not None and other.lane.neighbours.get(lane.island) == lane.incarnation:
+                del other.lane.neighbours[lane.island]
+                other.lane.tell_all(notice, out)
+        self.lanes.lane_lost(lane, error, now, out)
+
+    def refuse_waiting(self, now: float, out: list[Instruction]) -> None:
+        """No slice is bound any more."""
+        for wanted in self.waiting_slices.values():
+            session = self.sessions[wanted.session]
+            del session.slices[wanted.request.slice]
+            refusal = m.SliceRefused(wanted.request.slice, "SliceError", f"the scheduler: {self.ending}")
+            session.tell(refusal, now, self._lease_s, out)
+        self.waiting_slices.clear()
+
+
+def owner(peer: Peer) -> Session:
+    """The session of a client's connection."""
+    assert peer.session is not None
+    return peer.session

@@ -1,0 +1,86 @@
+"""What goes into the scheduler's core and what comes out of it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from pathway.transport.messages import AccessList, Message, Refused
+
+PeerKey = bytes
+"""What the transport calls a peer: opaque here."""
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+
+
+class MessageReceived(Struct, frozen=True):
+    """Any message, `Hello` included: that is how a peer begins. `public_key` is the one that proved itself on the
+    connection; it matters with `Hello` only."""
+
+    peer: PeerKey
+    message: Message
+    public_key: str | None = None
+
+
+class PeerClosed(Struct, frozen=True):
+    """The transport noticed that a connection is gone. A peer that is merely silent is noticed by the core."""
+
+    peer: PeerKey
+    reason: str = ""
+
+
+class Tick(Struct, frozen=True):
+    """The time of `next_deadline` has come."""
+
+
+class Drain(Struct, frozen=True):
+    """Take no new runs; stop when those submitted have ended, at the latest after `deadline_s`. With `stop_workers`,
+    executors are ended too."""
+
+    deadline_s: float = 10.0
+    stop_workers: bool = False
+
+
+class AccessChanged(Struct, frozen=True):
+    """Who may connect to executors: passed on to all of them, now and when they come."""
+
+    access: AccessList
+
+
+Event = MessageReceived | PeerClosed | Tick | Drain | AccessChanged
+
+
+# -- instructions ----------------------------------------------------------------------------------------------------
+
+
+class Send(Struct, frozen=True):
+    peer: PeerKey
+    message: Message
+
+
+class Close(Struct, frozen=True):
+    """Send `refused` if there is one, then forget the peer."""
+
+    peer: PeerKey
+    refused: Refused | None = None
+
+
+class Stop(Struct, frozen=True):
+    """The core has ended: nothing comes after this."""
+
+    reason: str
+
+
+Instruction = Send | Close | Stop
+
+
+# -- what waits (O-8) ------------------------------------------------------------------------------------------------
+
+
+class Wait(Struct, frozen=True):
+    """`what` waits because of `reason`, which is up to `on` (an island, a session), for `since_s` seconds now."""
+
+    what: str
+    reason: str
+    on: str
+    since_s: float

@@ -1,0 +1,100 @@
+"""Sessions: what a client owns, and what it is told, also across a broken connection. Pure.
+
+Invariants
+  N-1  A session belongs to the connection that opened it, or to the last one that resumed it; nobody else reaches what
+       it owns (section 11).
+  N-2  What a client was told within one lease is told again when it resumes: a connection loses at most what was sent
+       after it broke, and it is taken for broken within one lease. Every notice is harmless when it comes twice.
+  N-3  A run number is used once, and they grow: a request that comes again after a resume starts nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pathway.errors import ErrorInfo
+from pathway.sched.events import Instruction, PeerKey, Send
+from pathway.sched.lanes import Lane, Run
+from pathway.sched.slices import Slice
+from pathway.transport.messages import Message, RegisterPlan, RunsFinished
+
+
+class Plan:
+    """A registered plan. `lanes[i]` is where its part i runs: the incarnation that it was made for."""
+
+    __slots__ = ("error", "lanes", "message")
+
+    def __init__(self, message: RegisterPlan, lanes: tuple[Lane, ...], error: ErrorInfo | None) -> None:
+        self.message = message
+        self.lanes = lanes
+        self.error = error
+
+
+class Session:
+    """`peer` is None while its connection is broken, since `detached_at`."""
+
+    __slots__ = (
+        "computations",
+        "detached_at",
+        "finished",
+        "id",
+        "lanes",
+        "last_run",
+        "name",
+        "notices",
+        "opened_at",
+        "peer",
+        "plans",
+        "runs",
+        "slices",
+        "token",
+    )
+
+    def __init__(self, session: int, name: str, token: int, peer: PeerKey, now: float) -> None:
+        self.id = session
+        self.name = name or f"{session:x}"
+        self.token = token
+        self.peer: PeerKey | None = peer
+        self.opened_at = now
+        self.detached_at = 0.0
+        self.slices: dict[int, Slice] = {}
+        self.plans: dict[int, Plan] = {}
+        self.runs: dict[int, Run] = {}
+        self.last_run = 0
+        self.computations: set[str] = set()
+        self.lanes: dict[Lane, None] = {}  # where leaders may keep something of it
+        self.notices: deque[tuple[float, Message]] = deque()
+        self.finished: deque[tuple[float, list[int]]] = deque()  # runs, by the second
+
+    def tell(self, message: Message, now: float, lease_s: float, out: list[Instruction]) -> None:
+        notices = self.notices
+        notices.append((now, message))
+        while notices[0][0] < now - lease_s:
+            notices.popleft()
+        if self.peer is not None:
+            out.append(Send(self.peer, message))
+
+    def tell_finished(self, runs: tuple[int, ...], now: float, lease_s: float, out: list[Instruction]) -> None:
+        """As `tell`, for what there may be very many of: one list for each second."""
+        finished = self.finished
+        if finished and now - finished[-1][0] < 1.0:
+            finished[-1][1].extend(runs)
+        else:
+            while finished and finished[0][0] < now - lease_s - 1.0:
+                finished.popleft()
+            finished.append((now, list(runs)))
+        if self.peer is not None:
+            out.append(Send(self.peer, RunsFinished(runs)))
+
+    def tell_again(self, out: list[Instruction]) -> None:
+        """To a connection that has just resumed the session (N-2)."""
+        if self.peer is None:
+            return
+        for _, runs in self.finished:
+            out.append(Send(self.peer, RunsFinished(tuple(runs))))
+        for _, message in self.notices:
+            out.append(Send(self.peer, message))
+
+    def holds(self, island: str) -> bool:
+        """Whether one of its slices is on the island."""
+        return any(held.island == island for held in self.slices.values())
