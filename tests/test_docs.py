@@ -1,4 +1,4 @@
-"""README and docs are true: their Python runs, their commands have the flags that are shown, their links lead somewhere.
+"""README and docs are true: their Python runs, their commands have the flags that are shown, their links lead on.
 
 The Python blocks of a page are one script. All pages, and the examples, share one embedded cluster.
 """
