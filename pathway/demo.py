@@ -100,7 +100,7 @@ def initial_params(seed: int = SEED) -> dict[str, dict[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
 
     def weights(inputs: int, outputs: int) -> np.ndarray:
-        return (rng.standard_normal((inputs, outputs)) * np.sqrt(2 / inputs)).astype(np.float32)
+        return rng.normal(0.0, np.sqrt(2 / inputs), (inputs, outputs)).astype(np.float32)
 
     def biases(outputs: int) -> np.ndarray:
         return np.zeros(outputs, np.float32)
@@ -119,7 +119,8 @@ def initial_params(seed: int = SEED) -> dict[str, dict[str, np.ndarray]]:
 def extract(params: Tree, images: jax.Array) -> jax.Array:
     """The front stage: from pixels to features."""
     hidden = jax.nn.gelu(images @ params["hidden"] + params["hidden_bias"])
-    return jax.nn.gelu(hidden @ params["out"] + params["out_bias"])
+    features: jax.Array = jax.nn.gelu(hidden @ params["out"] + params["out_bias"])
+    return features
 
 
 def classify(params: Tree, features: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
