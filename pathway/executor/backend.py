@@ -1,0 +1,246 @@
+"""All that the executor asks of XLA. Every private name of JAX that it needs is in this file, with a test for each.
+
+Arrays are physical (`Aval.physical`), so nothing here knows of PRNG keys or float0. Devices are island indices,
+host-major; JAX's own ids are sparse on islands of several processes and never computed with (design, section 14).
+
+What was found out by experiment, and is relied on:
+  X-1  Each launch gives a token, at the price of 0.2 us. It carries the launch's own error, holds no memory, and stays
+       valid when the outputs are donated. `is_ready()` of an array is True for one that holds an error.
+  X-2  A launch takes 4 to 5 us through `execute_sharded` with result handlers, as much as `jax.jit`'s own fast path.
+  X-3  A donated buffer that a numpy view refers to is copied by XLA, never overwritten. A view taken through a shard's
+       own object is forgotten with it; one taken of the array itself would be cached there and cost every later donation
+       a copy.
+  X-4  Computations that XLA finds cheap, and those on one device which it runs at once, end within the launch, and
+       their errors are raised by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.backend
+import jaxlib
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir, pxla
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib._jax import DeviceList
+from jaxlib.lapack import _lapack
+from jaxlib.mlir.dialects import stablehlo
+
+from pathway.dataflow.computation import ComputationMetadata
+from pathway.dataflow.layout import Layout, Region, Sharding, numpy_dtype, shard_regions
+from pathway.errors import CompileError, DeletedError, DeviceMemoryError, ErrorInfo, ExecutionError, PathwayError
+from pathway.executor.compile_cache import CompileCache, entry_name, machine_features
+
+Array = jax.Array
+HostArray = np.ndarray[Any, Any]
+Launch = Callable[[Sequence[Array], list[Any]], list[Array]]
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+class Compiled:
+    """A computation on devices. `launch(arguments, tokens)` starts it, appends its token, and returns its outputs."""
+
+    __slots__ = ("devices", "launch", "metadata")
+
+    def __init__(self, metadata: ComputationMetadata, devices: tuple[int, ...], launch: Launch) -> None:
+        self.metadata = metadata
+        self.devices = devices
+        self.launch = launch
+
+
+class Backend:
+    """This process's XLA client, as host `host_index` of its island. There is one per process: it configures JAX."""
+
+    def __init__(
+        self,
+        platform: str,
+        devices: int,
+        hosts: int = 1,
+        host_index: int = 0,
+        coordinator: str = "",
+        cache: CompileCache | None = None,
+    ) -> None:
+        jax.config.update("jax_platforms", platform)
+        jax.config.update("jax_enable_x64", True)  # nothing is traced here, and no dtype may be narrowed
+        jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours
+        if platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", devices)
+        if hosts > 1:
+            if platform == "cpu":
+                jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(coordinator, hosts, host_index)
+        self._client = jax.extend.backend.get_backend(platform)
+        _lapack.initialize()  # eigh and friends, in modules that came as StableHLO, crash the process otherwise
+        self.devices = tuple(sorted(jax.devices(platform), key=lambda device: (device.process_index, device.id)))
+        if len(self.devices) != hosts * devices:
+            raise ExecutionError(f"{len(self.devices)} {platform} devices were found, not {hosts} hosts x {devices}")
+        self.local = range(host_index * devices, (host_index + 1) * devices)
+        self.device_kind: str = self.devices[self.local[0]].device_kind
+        self._cache = cache
+        self._runtime = (
+            jax.__version__,
+            jaxlib.__version__,
+            platform,
+            self.device_kind,
+            str(self._client.platform_version),
+            machine_features() if platform == "cpu" else "",
+            os.environ.get("XLA_FLAGS", ""),
+            f"{hosts}x{devices}",
+        )
+        self._shardings: dict[tuple[Sharding, tuple[int, ...]], NamedSharding] = {}
+
+    # -- computations ----------------------------------------------------------------------------------------------------
+
+    def compile(
+        self, key: str, metadata: ComputationMetadata, artifact: bytes, devices: tuple[int, ...]
+    ) -> Compiled:
+        """Compile, or load from the disk cache. Any thread. Raises `CompileError` with XLA's message."""
+        try:
+            execute = self._executable(key, artifact, devices).execute_sharded
+        except Exception as error:
+            if _OUT_OF_MEMORY in str(error):
+                raise DeviceMemoryError(str(error)) from error
+            raise CompileError(f"XLA cannot compile {metadata.name}: {error}") from error
+        handlers = [
+            pxla.global_aval_to_result_handler(
+                jax.core.ShapedArray(aval.shape, numpy_dtype(aval.dtype)), self._named(sharding, devices), True
+            )
+            for aval, sharding in zip(metadata.out_avals, metadata.out_shardings, strict=True)
+        ]
+
+        def launch(arguments: Sequence[Array], tokens: list[Any]) -> list[Array]:
+            results = execute(arguments, True)
+            tokens.append(results.consume_token())
+            return results.consume_with_handlers(handlers)  # type: ignore[no-any-return]
+
+        return Compiled(metadata, devices, launch)
+
+    def _executable(self, key: str, artifact: bytes, devices: tuple[int, ...]) -> Any:
+        mesh_devices = [self.devices[index] for index in devices]
+        assignment = np.array([device.id for device in mesh_devices]).reshape(1, len(devices))
+        options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=len(devices), device_assignment=assignment
+        )
+        options.executable_build_options.use_spmd_partitioning = True
+        options.executable_build_options.use_shardy_partitioner = True
+        device_list = DeviceList(tuple(mesh_devices))
+        cache = self._cache
+        name = entry_name(key, repr(assignment.tolist()), *self._runtime) if cache is not None else ""
+        stored = cache.get(name) if cache is not None else None
+        if cache is not None and stored is not None:
+            try:
+                return self._client.deserialize_executable(stored, device_list, options)
+            except Exception:  # of another XLA after all: compile it
+                cache.drop(name)
+        context = mlir.make_ir_context()
+        with context:
+            module = stablehlo.deserialize_portable_artifact(context, artifact)
+        executable = self._client.compile_and_load(module, device_list, options)
+        if cache is not None:
+            try:
+                content = executable.serialize()
+            except Exception:  # not every backend can
+                return executable
+            cache.put(name, content)
+        return executable
+
+    # -- arrays ------------------------------------------------------------------------------------------------------------
+
+    def _named(self, sharding: Sharding, devices: tuple[int, ...]) -> NamedSharding:
+        known = self._shardings.get((sharding, devices))
+        if known is None:
+            axes = sharding.mesh or (("device", 1),)
+            grid = np.array([self.devices[index] for index in devices]).reshape([size for _, size in axes])
+            mesh = Mesh(grid, [name for name, _ in axes])
+            known = NamedSharding(mesh, PartitionSpec(*(names or None for names in sharding.spec)))
+            self._shardings[sharding, devices] = known
+        return known
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether a device of this host has a shard of it."""
+        local = self.local
+        return any(device in local for device in layout.devices)
+
+    def array(self, layout: Layout, shards: Mapping[int, HostArray]) -> Array:
+        """The array whose shards on this host's devices are `shards`, by island index. The data is not copied where that
+        can be avoided, so it must never change; it is kept alive."""
+        aval = layout.aval
+        local = [device for device in layout.devices if device in self.local]
+        return pxla.batched_device_put(  # type: ignore[no-any-return]
+            jax.core.ShapedArray(aval.shape, numpy_dtype(aval.dtype)),
+            self._named(layout.sharding, layout.devices),
+            [shards[device] for device in local],
+            [self.devices[device] for device in local],
+        )
+
+    def array_of_bytes(self, layout: Layout, data: bytes | memoryview) -> Array:
+        """The array of which `data` is the whole: dense, in C order."""
+        aval = layout.aval
+        whole = np.frombuffer(data, numpy_dtype(aval.dtype)).reshape(aval.shape)
+        if len(layout.devices) == 1:
+            return self.array(layout, {layout.devices[0]: whole})
+        regions = shard_regions(aval.shape, layout.sharding)
+        parts: dict[Region, HostArray] = {}
+        shards = {}
+        for device, region in zip(layout.devices, regions, strict=True):
+            if device in self.local:
+                if region not in parts:
+                    parts[region] = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in region)])
+                shards[device] = parts[region]
+        return self.array(layout, shards)
+
+    def view(self, array: Array, layout: Layout, device: int) -> HostArray:
+        """What the shard on `device`, one of this host's, holds: without a copy where the device's memory is the host's.
+        Waits for it. Raises what the computation of it raised."""
+        local = [index for index in layout.devices if index in self.local]
+        shard = array.addressable_data(local.index(device))  # X-3: through an object of its own
+        return np.ascontiguousarray(shard)
+
+
+def copy_on_device(array: Array) -> Array:
+    """A copy that lives on when `array` is donated. Returns at once."""
+    return array.copy()
+
+
+def wait_for(token: Any) -> None:
+    """Wait for a launch to end, without the interpreter's lock. Raises the launch's error."""
+    token.block_until_ready()
+
+
+def wait_for_array(array: Array) -> None:
+    """Wait for an array, without the interpreter's lock. Raises the error that it holds."""
+    array.block_until_ready()
+
+
+def is_ready(arrays: Sequence[Array]) -> bool:
+    """Whether all are computed, as values or as errors. A donated one says nothing any more: False."""
+    for array in arrays:
+        if array.is_deleted() or not array.is_ready():
+            return False
+    return True
+
+
+def error_kind(error: BaseException) -> type[PathwayError]:
+    """What an exception of XLA is to a user."""
+    if isinstance(error, PathwayError):
+        return type(error)
+    message = str(error)
+    if _OUT_OF_MEMORY in message or isinstance(error, MemoryError):
+        return DeviceMemoryError
+    if "has been deleted" in message or "donated" in message:
+        return DeletedError
+    return ExecutionError
+
+
+def describe_failure(error: BaseException, **where: Any) -> ErrorInfo:
+    """An exception of XLA as data, with where it happened."""
+    if isinstance(error, PathwayError) and error.info is not None:
+        return error.info
+    kind = error_kind(error)
+    return ErrorInfo(kind.__name__, str(error), original=f"{type(error).__module__}.{type(error).__qualname__}", **where)

@@ -1,0 +1,138 @@
+"""The buffers that this host keeps, under (session, buffer): values, errors in the place of values, and what is to come.
+
+Invariants
+  S-1  A buffer has one cell, made before the value: by the run that will produce it, the put that will bring it, or the
+       fetch that came first. Whoever reads the buffer holds the cell, so a release never takes it from a reader.
+  S-2  A cell's value is set once to an array, `ABSENT` or a `Poison`; later only an error may replace an array, when
+       the computation turns out to have failed.
+  S-3  A cell is settled once, when its value is computed and known to be sound, or is an error. Fetches are answered from
+       settled cells; those that came earlier are kept in the cell, and each is answered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pathway.dataflow.layout import Layout
+from pathway.errors import ErrorInfo
+
+
+class Poison:
+    """An error in the place of a value. Whatever reads it becomes the same error."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: ErrorInfo) -> None:
+        self.error = error
+
+
+class Absent:
+    """Stands for a value of which this host holds no shard."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = Absent()
+
+
+class Cell:
+    """One buffer. `value` is None until it has one."""
+
+    __slots__ = ("layout", "nbytes", "on_settled", "settled", "value")
+
+    def __init__(self, layout: Layout | None = None, nbytes: int = 0) -> None:
+        self.layout = layout
+        self.nbytes = nbytes  # of this host's shards
+        self.value: Any = None
+        self.settled = False
+        self.on_settled: list[Callable[[], None]] | None = None
+
+    def settle(self) -> None:
+        """The value is sound, or an error (S-3)."""
+        if not self.settled:
+            self.settled = True
+            if self.on_settled is not None:
+                waiting, self.on_settled = self.on_settled, None
+                for callback in waiting:
+                    callback()
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        if self.settled:
+            callback()
+        elif self.on_settled is None:
+            self.on_settled = [callback]
+        else:
+            self.on_settled.append(callback)
+
+    def fail(self, error: ErrorInfo) -> None:
+        """The buffer is an error, whatever it was."""
+        self.value = Poison(error)
+        self.settle()
+
+
+CLOSED_SESSIONS_REMEMBERED = 1024
+
+
+class Store:
+    """The cells by session. Used in the trio thread only; the cells themselves are filled by whichever thread launches."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, dict[int, Cell]] = {}
+        self._closed: dict[int, None] = {}
+
+    def expect(self, session: int, buffer: int, layout: Layout, nbytes: int) -> Cell:
+        """The cell of a buffer that is announced now: with its layout, and with the fetches that came before it."""
+        cells = self._sessions.get(session)
+        if cells is None:
+            cells = self._sessions[session] = {}
+        cell = cells.get(buffer)
+        if cell is None:
+            cell = cells[buffer] = Cell(layout, nbytes)
+        elif cell.layout is None:
+            cell.layout, cell.nbytes = layout, nbytes
+        return cell
+
+    def find(self, session: int, buffer: int) -> Cell | None:
+        """The buffer's cell, if it has been announced."""
+        cells = self._sessions.get(session)
+        cell = cells.get(buffer) if cells is not None else None
+        return cell if cell is not None and cell.layout is not None else None
+
+    def find_or_park(self, session: int, buffer: int) -> Cell | None:
+        """The buffer's cell, made without a layout if it is not announced yet. None: the session is closed."""
+        if session in self._closed:
+            return None
+        return self._sessions.setdefault(session, {}).setdefault(buffer, Cell())
+
+    def free(self, session: int, buffers: tuple[int, ...]) -> list[Cell]:
+        """Forget buffers. Returns the cells that nothing will ever fill: those which were never announced."""
+        cells = self._sessions.get(session)
+        if cells is None:
+            return []
+        orphans = []
+        for buffer in buffers:
+            cell = cells.pop(buffer, None)
+            if cell is not None and cell.layout is None:
+                orphans.append(cell)
+        if not cells:
+            del self._sessions[session]
+        return orphans
+
+    def close(self, session: int) -> list[Cell]:
+        """Forget all buffers of a session, and ignore it from now on. Returns the cells that were not settled."""
+        self._closed[session] = None
+        if len(self._closed) > CLOSED_SESSIONS_REMEMBERED:
+            del self._closed[next(iter(self._closed))]
+        return [cell for cell in self._sessions.pop(session, {}).values() if not cell.settled]
+
+    def is_closed(self, session: int) -> bool:
+        return session in self._closed
+
+    def usage(self) -> Iterator[tuple[int, int, int]]:
+        """(session, buffers, bytes) of this host, for the report. The work is per buffer, and done per heartbeat."""
+        for session, cells in self._sessions.items():
+            yield session, len(cells), sum(cell.nbytes for cell in cells.values())
