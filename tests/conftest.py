@@ -1,4 +1,4 @@
-"""A real cluster for the tests that want one: started once, shared by all of them, each with a connection of its own."""
+"""A real cluster for the tests that want one: started once and shared, with a connection of its own for each test."""
 
 from __future__ import annotations
 

@@ -29,15 +29,17 @@ class Run(Pending):
 
 
 class Binding:
-    """A slice on devices. `error` is set once its island is lost, or the slice released."""
+    """A slice on devices. `error` is set once nothing there can be used any more: the slice was released, or its island
+    is lost (`lost`)."""
 
-    __slots__ = ("bound", "core", "error", "kinds", "owner")
+    __slots__ = ("bound", "core", "error", "kinds", "lost", "owner")
 
     def __init__(self, core: Any, owner: Any, bound: BoundSlice) -> None:
         self.core = core  # the ClientCore: tells connections apart, and takes releases
         self.owner = owner  # the SliceState
         self.bound = bound
         self.error: ErrorInfo | None = None
+        self.lost = False
         self.kinds: dict[tuple[Aval, Sharding], ArrayKind] = {}
 
     def kind(self, aval: Aval, sharding: Sharding) -> ArrayKind:

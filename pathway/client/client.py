@@ -94,8 +94,9 @@ class Client:
         """`n` devices of one island, in a mesh of named axes (by default one axis, `data`).
 
         Another island is taken than those of this client's other slices, if one is free; `island` and `platform`
-        insist. `shared` allows devices that other slices have too. `memory` is how many bytes it needs on each device. Waits up
-        to `timeout_s` for an island to form and devices to be free; raises `SliceError`, which says what there is.
+        insist. `shared` allows devices that other slices have too. `memory` is how many bytes it needs on each device.
+        Waits up to `timeout_s` for an island to form and devices to be free; raises `SliceError`, which says what there
+        is.
         """
         self._check_open()
         axes = checked_mesh(n, mesh)
@@ -251,6 +252,11 @@ def _spread(specs: Any, tree: Any) -> Sequence[PartitionSpec]:
     return spread
 
 
+def open_clients() -> list[Client]:
+    """Every client of this process that is not closed."""
+    return list(_open_clients)
+
+
 def close_after_fork() -> None:
     """In a forked child: the sockets are the parent's. Whoever uses a client of the parent's here is told so."""
     error = ErrorInfo(
@@ -258,7 +264,7 @@ def close_after_fork() -> None:
         "this process was forked from one that is connected; a connection cannot be shared with a forked child: "
         "call pathway.connect() in the child, or start it with multiprocessing's spawn method",
     )
-    for client in list(_open_clients):
+    for client in open_clients():
         client.connection.abandon(error)
 
 

@@ -243,6 +243,7 @@ class ClientCore:
             binding = state.binding
             if binding is not None and is_lost(binding) and binding.error is None:
                 binding.error = event.error
+                binding.lost = True
                 self._binding_changed(state)
         for pending, _ in [entry for entry in self.fetches.values() if is_lost(entry[1])]:
             pending.fail(event.error)
@@ -323,7 +324,7 @@ class ClientCore:
         return state
 
     def release_slice(self, state: SliceState) -> list[m.Message]:
-        """Give the slice back, with everything on it."""
+        """Give the slice back. What lies on it can no longer be used, and is freed as its arrays go."""
         if state.released:
             return []
         state.released = True
@@ -386,7 +387,7 @@ class ClientCore:
             while True:
                 kind, buffer = self.released.popleft()
                 bound = kind.binding.bound
-                if kind.binding.error is None:
+                if not kind.binding.lost:
                     by_home.setdefault((bound.island, bound.incarnation), []).append(buffer)
         messages: list[m.Message] = [
             m.ReleaseBuffers(island, incarnation, tuple(buffers)) for (island, incarnation), buffers in by_home.items()
@@ -399,6 +400,8 @@ class ClientCore:
     def release(self, kind: ArrayKind, buffer: int) -> bool:
         """Nobody holds this buffer any more. True: there is so much to release that it should be sent soon. Called by
         finalizers, so it takes no lock."""
+        if self.lost is not None:  # at the interpreter's exit too, when little else can be relied on
+            return False
         self.released.append((kind, buffer))
         self.released_bytes += kind.nbytes
         if self.flush_asked or (len(self.released) < RELEASE_COUNT and self.released_bytes < RELEASE_BYTES):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pathway.client.client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_SLICE_TIMEOUT_S, Client
+from pathway.client.client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_SLICE_TIMEOUT_S, Client, open_clients
 from pathway.client.slices import Device, Island, Slice
 from pathway.errors import DisconnectedError
 
@@ -126,5 +126,6 @@ def devices() -> tuple[Device, ...]:
 
 @atexit.register
 def _close_at_exit() -> None:
-    with contextlib.suppress(Exception):  # the interpreter is going: nobody can act on it
-        disconnect()
+    for client in open_clients():
+        with contextlib.suppress(Exception):  # the interpreter is going: nobody can act on it
+            client.close()

@@ -132,7 +132,7 @@ class Slice:
         return self._state.released
 
     def release(self) -> None:
-        """Give the devices back, and free every array on them."""
+        """Give the devices back. Arrays on them can no longer be used, and are freed as you drop them."""
         self.client._release_slice(self._state)
         _live.pop(self.number, None)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from pathway.client.build import LoweredPlan, bind_plan, lower_plan
 from pathway.client.plans import BoundPlan
 from pathway.dataflow import trace as dataflow_trace
 from pathway.dataflow.cost import cost_estimate
 from pathway.dataflow.graph import Graph
 from pathway.dataflow.plan import Plan
+
+if TYPE_CHECKING:
+    from pathway.client.build import LoweredPlan
 
 
 class Traced:
@@ -45,6 +47,8 @@ class Traced:
 
     def lower(self) -> Lowered:
         """Placed, fused, scheduled, every computation lowered to StableHLO, for the slices as they are bound now."""
+        from pathway.client.build import lower_plan  # it brings jax.export, which a fully cached program never needs
+
         plan = lower_plan(self._traced, self._leaves, donated=self._donated, fused=self._fuse, schedule=self._schedule)
         return Lowered(plan)
 
@@ -84,12 +88,14 @@ class Lowered:
 
     def bind(self, leaves: Sequence[Any]) -> BoundPlan:
         """Register it with the scheduler for calls with arguments like `leaves`; does not wait."""
+        from pathway.client.build import bind_plan
+
         return bind_plan(self._lowered, leaves)
 
     def compile(self) -> Compiled:
         """Send it to its islands, which compile it. Does not wait for them: a compile error raises where a result is
         first needed."""
-        return Compiled(self._lowered)
+        return Compiled(self)
 
 
 @dataclass(frozen=True)
@@ -111,14 +117,15 @@ class CostAnalysis:
 class Compiled:
     """A program that its islands compile, or have compiled. Call it with arguments like those it was traced for."""
 
-    def __init__(self, lowered: LoweredPlan) -> None:
-        self._lowered = lowered
+    def __init__(self, lowered: Lowered) -> None:
+        self._lowered = lowered._lowered
+        self._bind = lowered.bind
         self._bound: BoundPlan | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._lowered.traced.flatten(args, kwargs)
         if self._bound is None:
-            self._bound = bind_plan(self._lowered, leaves)
+            self._bound = self._bind(leaves)
         return self._bound.start(leaves)
 
     def memory_analysis(self) -> dict[str, IslandMemory]:
