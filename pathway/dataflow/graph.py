@@ -70,6 +70,7 @@ class Node:
     placed: bool = True
     donates: tuple[int, ...] = ()
     reason: str = ""  # why it is on this slice: printed by as_text()
+    backward: bool = False  # it computes cotangents: schedules and drawings tell the passes apart by it
 
 
 @dataclass(frozen=True)
@@ -101,4 +102,4 @@ class Graph:
     arguments: tuple[GraphArgument, ...]
     results: tuple[GraphResult, ...]
     constants: tuple[tuple[int, Any], ...] = ()
-    references: tuple[tuple[int, int], ...] = ()
+    references: tuple[tuple[int, Any], ...] = ()
