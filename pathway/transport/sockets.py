@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import trio
 import zmq
@@ -267,7 +268,7 @@ class Dealer(Link):
         identity: Identity | None = None,
         timeout_s: float = 10.0,
         socket_options: Mapping[int, int | bytes] | None = None,
-    ) -> Dealer:
+    ) -> Self:
         """Connect and send `introduction`. Raises `ConnectError` naming the address: at once where nobody listens."""
         dealer = cls(address, socket_options or {}, identity)
         try:
@@ -293,7 +294,7 @@ class Dealer(Link):
         identity: Identity | None = None,
         timeout_s: float = 10.0,
         socket_options: Mapping[int, int | bytes] | None = None,
-    ) -> tuple[Dealer, Welcome]:
+    ) -> tuple[Self, Welcome]:
         """Connect, introduce this process, and wait for the scheduler's `Welcome`. Raises what a refusal names, and
         `ConnectError` where no scheduler answers."""
         started = trio.current_time()
