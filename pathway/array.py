@@ -94,7 +94,7 @@ class Array(ArrayOperators):
         kind = self._kind
         if kind.named_sharding is None:
             kind.named_sharding = jax.sharding.NamedSharding(
-                mesh_without_devices(kind.sharding.mesh),  # type: ignore[arg-type]
+                mesh_without_devices(kind.sharding.mesh),
                 jax.sharding.PartitionSpec(*(_spec_entry(axes) for axes in kind.sharding.spec)),
             )
         sharding: jax.sharding.NamedSharding = kind.named_sharding

@@ -126,7 +126,7 @@ def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
         else:
             for part, slot in argument.entries:
                 sources[part][slot] = count + len(fixed)
-                fixed.append(graph.references[index - count - len(graph.constants)][1])  # type: ignore[arg-type]
+                fixed.append(graph.references[index - count - len(graph.constants)][1])
     return BoundPlan(
         client=client,
         number=number,

@@ -119,7 +119,7 @@ class Connection:
             return
         self._dealer = dealer
         self.core = ClientCore(welcome, time.monotonic())
-        self.peers = Peers(self.core, self._name, self._serve_peer)
+        self.peers = Peers(self.core, self._name, self.soon, self._serve_peer)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery

@@ -16,6 +16,7 @@ from pathway.client.bindings import ArrayKind
 from pathway.client.pending import Pending
 from pathway.dataflow.layout import Layout, Region, numpy_dtype, shard_regions
 from pathway.errors import ErrorInfo
+from pathway.transport.bulk import HostBytes, as_bytes
 
 COPY_BYTES = 4096
 """A received array up to this size is copied out of its frame, so that a scalar does not hold a whole frame."""
@@ -50,11 +51,11 @@ class ArrayFetch(Pending):
             self._whole()[_slices(region)] = piece
             self.placed()
 
-    def room_for(self, region: Region) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def room_for(self, region: Region) -> tuple[HostBytes, np.ndarray[Any, Any]]:
         """Where a region that comes in pieces goes: (its bytes, flat; the array to store with `place_collected`)."""
         view = self._whole()[_slices(region)]
         collected = view if view.flags.c_contiguous else np.empty(view.shape, self.dtype)
-        return collected.reshape(-1).view(np.uint8), collected
+        return as_bytes(collected), collected
 
     def place_collected(self, region: Region, collected: np.ndarray[Any, Any]) -> None:
         """All pieces of a region have come into `collected`, as `room_for` returned it."""
@@ -118,12 +119,12 @@ def host_regions(layout: Layout, devices_per_host: int) -> Iterator[tuple[int, R
             yield key
 
 
-def piece_of(value: np.ndarray[Any, Any], region: Region) -> memoryview:
+def piece_of(value: np.ndarray[Any, Any], region: Region) -> HostBytes:
     """The region's elements, dense in C order, as bytes that later changes of `value` do not reach."""
     piece = value[_slices(region)]
     if not piece.flags.c_contiguous or _is_writable(piece):
         piece = np.array(piece, order="C", copy=True)
-    return piece.reshape(-1).view(np.uint8).data
+    return as_bytes(piece)
 
 
 def _is_writable(array: np.ndarray[Any, Any]) -> bool:

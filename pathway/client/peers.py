@@ -5,9 +5,11 @@ Links are opened and received from in the connection's trio thread; fetches and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import trio
@@ -17,6 +19,7 @@ from pathway.client.core import ClientCore
 from pathway.client.fetch import ArrayFetch, Incoming, host_regions, piece_of
 from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, describe
 from pathway.transport import messages as m
+from pathway.transport.bulk import BulkSender, HostBytes
 from pathway.transport.sockets import Delivery, PeerGone
 from pathway.transport.threads import ThreadSafeDealer
 from pathway.version import PROTOCOL_VERSION, __version__
@@ -26,15 +29,19 @@ LOST_GRACE_S = 2.0
 
 Action = Callable[[ThreadSafeDealer], None]
 
+Soon = Callable[..., None]
+"""Calls its first argument with the others, in the trio thread."""
+
 
 class Peer:
     """The link to one executor. Until it is open, what is to be sent waits in `backlog`."""
 
-    __slots__ = ("address", "backlog", "dealer", "fetching", "incoming", "lock")
+    __slots__ = ("address", "backlog", "bulk", "dealer", "fetching", "incoming", "lock")
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.dealer: ThreadSafeDealer | None = None
+        self.bulk: BulkSender | None = None  # for the trio thread alone
         self.backlog: list[Action] = []
         self.lock = threading.Lock()
         self.fetching: dict[int, ArrayFetch] = {}  # by request
@@ -61,9 +68,10 @@ class Peer:
 class Peers:
     """All bulk links of one client."""
 
-    def __init__(self, core: ClientCore, name: str, start: Callable[[Peer], None]) -> None:
+    def __init__(self, core: ClientCore, name: str, soon: Soon, start: Callable[[Peer], None]) -> None:
         self._core = core
         self._name = name
+        self._soon = soon
         self._start = start  # run `serve(peer)` in the trio thread
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
@@ -103,9 +111,8 @@ class Peers:
             request = self._core.new_request()
             self._core.fetches[request] = (fetch, kind.binding)
             peer.fetching[request] = fetch
-            fetch.add_waiter(lambda peer=peer, request=request: self._forget(peer, request))  # type: ignore[misc]
-            message = m.Fetch(request, self._core.session, buffer, tuple(asked))
-            peer.do(lambda dealer, message=message: dealer.send(message))
+            fetch.add_waiter(functools.partial(self._forget, peer, request))
+            peer.do(functools.partial(_send, m.Fetch(request, self._core.session, buffer, tuple(asked))))
         if self._core.lost is not None:  # it was lost while the fetch was being entered (C-1)
             fetch.fail(self._core.lost)
         elif kind.binding.error is not None:
@@ -116,14 +123,21 @@ class Peers:
         self._core.fetches.pop(request, None)
         peer.fetching.pop(request, None)
 
-    def put(self, kind: ArrayKind, buffer: int, value: np.ndarray) -> None:  # type: ignore[type-arg]
+    def put(self, kind: ArrayKind, buffer: int, value: np.ndarray[Any, Any]) -> None:
         """Send every region of a buffer to every host that holds it."""
         for host, region in host_regions(kind.physical, kind.binding.bound.devices_per_host):
             peer = self._peer(self._address(kind, host))
             transfer = next(self._transfers)
             data = piece_of(value, region)
             header = m.PutShard(transfer, self._core.session, buffer, region, len(data))
-            peer.do(lambda dealer, header=header, data=data: _send_transfer(dealer, header, data))  # type: ignore[misc]
+            peer.do(functools.partial(self._send_put, peer, header, data))
+
+    def _send_put(self, peer: Peer, header: m.PutShard, data: HostBytes, dealer: ThreadSafeDealer) -> None:
+        """Small data leaves from here; large data takes turns with other large data, in the trio thread."""
+        if len(data) <= m.CHUNK_BYTES:
+            dealer.send_with_blob(header, data.data)
+        elif peer.bulk is not None:
+            self._soon(peer.bulk.send, header, header.transfer, data)
 
     # -- in the trio thread -------------------------------------------------------------------------------------------
 
@@ -138,6 +152,7 @@ class Peers:
             await self._broken(peer, f"no link to the executor at {peer.address}: {error}")
             return
         try:
+            peer.bulk = BulkSender(dealer.send, dealer.send_with_blob, self._soon)
             peer.opened(dealer)
             while True:
                 for item in await dealer.receive_batch():
@@ -148,6 +163,8 @@ class Peers:
         except DisconnectedError as error:
             await self._broken(peer, str(error))
         finally:
+            if peer.bulk is not None:
+                peer.bulk.close()
             dealer.close()
 
     def drop(self, alive: frozenset[str]) -> None:
@@ -210,10 +227,5 @@ class Peers:
             fetch.fail(error)
 
 
-def _send_transfer(dealer: ThreadSafeDealer, header: m.PutShard, data: memoryview) -> None:
-    if len(data) <= m.CHUNK_BYTES:
-        dealer.send_with_blob(header, data)
-        return
-    dealer.send(header)
-    for offset in range(0, len(data), m.CHUNK_BYTES):
-        dealer.send_with_blob(m.Chunk(header.transfer, offset), data[offset : offset + m.CHUNK_BYTES])
+def _send(message: m.Message, dealer: ThreadSafeDealer) -> None:
+    dealer.send(message)
