@@ -41,13 +41,21 @@ class House:
         self.router = router
         self.gate = gate
         self.address = router.address
+        self.entered: list[Dealer] = []
 
     def identity(self, name: str) -> Identity:
         return KeyPaths.in_directory(self.directory, name).identity()
 
     async def enter(self, name: str, role: str, **more: int) -> Dealer:
         introduction = m.Hello(*m_versions(), role, name, **more)
-        return await Dealer.connect(self.address, introduction, identity=self.identity(name), timeout_s=5.0)
+        dealer = await Dealer.connect(self.address, introduction, identity=self.identity(name), timeout_s=5.0)
+        self.entered.append(dealer)
+        return dealer
+
+    def close(self) -> None:
+        """Close what came in by `enter`."""
+        for dealer in self.entered:
+            dealer.close(linger_s=0)
 
     def allow(self, *names: str) -> None:
         """Leave only these keys on the list."""
@@ -75,7 +83,11 @@ async def house(directory: Path, admit: Admit = admit_to_scheduler) -> AsyncIter
             with Router.bind("tcp://127.0.0.1:0", gate=gate, admit=admit) as router:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(gate.run)
-                    yield House(directory, router, gate)
+                    here = House(directory, router, gate)
+                    try:
+                        yield here
+                    finally:
+                        here.close()
                     nursery.cancel_scope.cancel()
         finally:
             gate.close()

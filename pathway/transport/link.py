@@ -288,6 +288,12 @@ class Link(ABC):
         self._monitor.close(linger=0)
         self._socket.close(linger=int(linger_s * 1000))
 
+    def __del__(self) -> None:
+        # A link that was forgotten, not closed: its monitor's receiving end goes now, and ZeroMQ's own thread would
+        # block for ever, for all links of the process, on the next event that it reports there.
+        if not getattr(self, "closed", True):
+            self._socket.disable_monitor()
+
     def __enter__(self) -> Self:
         return self
 
