@@ -34,8 +34,9 @@ from pathway.version import __version__
 if TYPE_CHECKING:
     from pathway.array import Array
     from pathway.client.client import Client, get
-    from pathway.client.default import connect, devices, disconnect, islands, put, slice
+    from pathway.client.default import connect, devices, disconnect, islands, put, record_steps, slice
     from pathway.client.program import Program, Stage, jit, program
+    from pathway.client.recording import RecordedStep, Recording
     from pathway.client.slices import Device, Island, Slice
     from pathway.client.stages import Compiled, Lowered, Traced
 
@@ -61,6 +62,8 @@ __all__ = [
     "Program",
     "ProgramError",
     "ProtocolError",
+    "RecordedStep",
+    "Recording",
     "SchedulerLostError",
     "SessionLostError",
     "Slice",
@@ -77,6 +80,7 @@ __all__ = [
     "jit",
     "program",
     "put",
+    "record_steps",
     "slice",
 ]
 
@@ -88,6 +92,8 @@ _HOME = {
     "Island": "client.slices",
     "Lowered": "client.stages",
     "Program": "client.program",
+    "RecordedStep": "client.recording",
+    "Recording": "client.recording",
     "Slice": "client.slices",
     "Stage": "client.program",
     "Traced": "client.stages",
@@ -99,6 +105,7 @@ _HOME = {
     "jit": "client.program",
     "program": "client.program",
     "put": "client.default",
+    "record_steps": "client.default",
     "slice": "client.default",
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pathway.client.client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_SLICE_TIMEOUT_S, Client, open_clients
+from pathway.client.recording import Recording
 from pathway.client.slices import Device, Island, Slice
 from pathway.errors import DisconnectedError
 
@@ -122,6 +123,11 @@ def islands() -> tuple[Island, ...]:
 def devices() -> tuple[Device, ...]:
     """See `Client.devices`: of the default client."""
     return default_client().devices()
+
+
+def record_steps() -> Recording:
+    """See `Recording`: of the default client."""
+    return Recording(default_client())
 
 
 @atexit.register

@@ -17,6 +17,7 @@ import trio
 from pathway.client.bindings import ArrayKind
 from pathway.client.core import ClientCore
 from pathway.client.fetch import ArrayFetch, Incoming, host_regions, piece_of
+from pathway.client.pending import Pending
 from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, describe
 from pathway.transport import messages as m
 from pathway.transport.bulk import BulkSender, HostBytes
@@ -36,7 +37,7 @@ Soon = Callable[..., None]
 class Peer:
     """The link to one executor. Until it is open, what is to be sent waits in `backlog`."""
 
-    __slots__ = ("address", "backlog", "bulk", "dealer", "fetching", "incoming", "lock")
+    __slots__ = ("address", "backlog", "bulk", "dealer", "fetching", "incoming", "lock", "replies")
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -45,6 +46,7 @@ class Peer:
         self.backlog: list[Action] = []
         self.lock = threading.Lock()
         self.fetching: dict[int, ArrayFetch] = {}  # by request
+        self.replies: dict[int, Pending] = {}  # by request
         self.incoming: dict[int, Incoming] = {}  # by transfer, the executor's number
 
     def do(self, action: Action) -> None:
@@ -139,6 +141,15 @@ class Peers:
         elif peer.bulk is not None:
             self._soon(peer.bulk.send, header, header.transfer, data)
 
+    def ask(self, address: str, request: m.TraceRequest) -> Pending:
+        """Ask the executor at `address`; its answer, or the error in its place."""
+        peer = self._peer(address)
+        reply = peer.replies[request.request] = Pending()
+        peer.do(functools.partial(_send, request))
+        if self._core.lost is not None:
+            reply.fail(self._core.lost)
+        return reply
+
     # -- in the trio thread -------------------------------------------------------------------------------------------
 
     async def serve(self, peer: Peer, connect_timeout_s: float) -> None:
@@ -185,6 +196,8 @@ class Peers:
         with trio.move_on_after(LOST_GRACE_S):  # the scheduler knows better why
             for fetch in list(peer.fetching.values()):
                 await fetch.wait_trio()
+        for reply in peer.replies.values():
+            reply.fail(ErrorInfo("IslandLostError", reason))
         for fetch in list(peer.fetching.values()):
             bound = fetch.binding.bound
             fetch.fail(ErrorInfo("IslandLostError", reason, island=bound.island, incarnation=bound.incarnation))
@@ -216,6 +229,10 @@ class Peers:
                 fetch = peer.fetching.get(message.request)
                 if fetch is not None:
                     fetch.fail(message.error)
+            case m.TraceReply():
+                reply = peer.replies.pop(message.request, None)
+                if reply is not None:
+                    reply.resolve(message)
             case m.Refused():
                 self._fail_all(peer, ErrorInfo(message.kind, message.reason))
             case _:
@@ -223,8 +240,8 @@ class Peers:
 
     @staticmethod
     def _fail_all(peer: Peer, error: ErrorInfo) -> None:
-        for fetch in list(peer.fetching.values()):
-            fetch.fail(error)
+        for pending in (*peer.fetching.values(), *peer.replies.values()):
+            pending.fail(error)
 
 
 def _send(message: m.Message, dealer: ThreadSafeDealer) -> None:
