@@ -152,7 +152,7 @@ def to_exception(info: ErrorInfo) -> PathwayError:
     kind = globals().get(info.kind)
     if not (isinstance(kind, type) and issubclass(kind, PathwayError)):
         kind = PathwayError
-    error: PathwayError = _combined(kind, info.original)(info.story())
+    error: PathwayError = raisable(kind, info.original)(info.story())
     error.info = info
     if info.cause is not None:
         error.__cause__ = to_exception(info.cause)
@@ -160,7 +160,8 @@ def to_exception(info: ErrorInfo) -> PathwayError:
 
 
 @functools.cache
-def _combined(kind: type[PathwayError], original: str) -> type[PathwayError]:
+def raisable(kind: type[PathwayError], original: str) -> type[PathwayError]:
+    """`kind`, which is also a built-in exception if `original` names one, for example "builtins.ValueError"."""
     module, _, name = original.rpartition(".")
     base = getattr(builtins, name, None) if module == "builtins" else None
     if not (isinstance(base, type) and issubclass(base, Exception)) or issubclass(kind, base):

@@ -129,14 +129,13 @@ def complete(
     finished = _without_dead_drafts(drafts, results)
     read = {key for part in finished for key in part.reads}
     constants = {var: value for var, value in constants.items() if (var, None) in read}
-    references = {var: at for var, at in references.items() if (var, at.slice) in read}
+    references = {var: resident for var, resident in references.items() if (var, resident.slice) in read}
     homes: dict[Key, tuple[int, Sharding]] = {}
     for argument in arguments:
         if argument.resident is not None:
-            at, rank = argument.resident, len(argument.var.aval.shape)
-            homes[argument.var, at.slice] = (at.slice, at.sharding.of_rank(rank))
-    for var, at in references.items():
-        homes[var, at.slice] = (at.slice, at.sharding.of_rank(len(var.aval.shape)))
+            homes[argument.var, argument.resident.slice] = _home(argument.var, argument.resident)
+    for var, resident in references.items():
+        homes[var, resident.slice] = _home(var, resident)
 
     shardings: list[tuple[tuple[Sharding, ...], tuple[Sharding, ...]]] = []
     rules: dict[Any, tuple[Sharding, ...]] = {}
@@ -155,11 +154,13 @@ def complete(
         homes.update((key, (slice, sharding)) for key, sharding in zip(part.writes, outputs, strict=True))
         shardings.append((tuple(inputs), outputs))
 
-    keys: list[Key] = [(argument.var, argument.resident and argument.resident.slice) for argument in arguments]
+    keys: list[Key] = [
+        (argument.var, None if argument.resident is None else argument.resident.slice) for argument in arguments
+    ]
     for key in keys:
         homes.setdefault(key, (home, replicated(slices[home].mesh, len(key[0].aval.shape))))
     keys += [(var, None) for var in constants]
-    keys += [(var, at.slice) for var, at in references.items()]
+    keys += [(var, resident.slice) for var, resident in references.items()]
     keys += [key for part in finished for key in part.writes]
     numbers = {key: number for number, key in enumerate(keys)}
     return Graph(
@@ -188,8 +189,12 @@ def complete(
         ),
         results=tuple(GraphResult(numbers[key]) for key in results),
         constants=tuple((numbers[var, None], value) for var, value in constants.items()),
-        references=tuple((numbers[var, at.slice], at.handle) for var, at in references.items()),
+        references=tuple((numbers[var, resident.slice], resident.handle) for var, resident in references.items()),
     )
+
+
+def _home(var: Var, resident: Resident) -> tuple[int, Sharding]:
+    return resident.slice, resident.sharding.of_rank(len(var.aval.shape))
 
 
 def _without_dead_drafts(drafts: Sequence[Draft], results: Sequence[Key]) -> list[_Finished]:

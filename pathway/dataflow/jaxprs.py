@@ -6,25 +6,29 @@ that the front half of the dataflow knows of the inside of a jaxpr is in this fi
 
 from __future__ import annotations
 
+import dis
 import os
 import re
 import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
 from pathway.dataflow.layout import Aval
 
-Var = jex.Var
 Literal = jex.Literal
-Atom = Any  # a Var or a Literal
-Equation = jex.JaxprEqn
+
+# JAX's classes have no types that a checker knows; the names say what is meant.
+Var: TypeAlias = Any  # jex.Var
+Atom: TypeAlias = Any  # jex.Var | jex.Literal
+Equation: TypeAlias = Any  # jex.JaxprEqn
 
 BAKED_BYTES = 1024
 """A constant of at most this size is part of the computation; a larger one is a value of the graph, sent once."""
@@ -101,6 +105,11 @@ def aval_of(value: Any) -> Aval:
     return Aval(tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False)))
 
 
+def is_extended(dtype: Any) -> bool:
+    """Whether a dtype is one of JAX's own, such as that of typed PRNG keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
+
+
 def nbytes(value: Any) -> int:
     """Bytes of a variable's array."""
     aval = getattr(value, "aval", value)
@@ -112,7 +121,7 @@ def fresh(value: Any) -> Var:
     """A new variable with the abstract value of `value`, less the mesh that JAX notes in it: the variables of a node
     all belong to the node's slice, whatever slice they came from."""
     aval = value.aval
-    return Var(jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type))
+    return jex.Var(jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type))
 
 
 def make_jaxpr(
@@ -123,13 +132,22 @@ def make_jaxpr(
     name: str = "pathway",
 ) -> Any:
     """A closed jaxpr of these equations."""
-    debug_info = jex.DebugInfo(
-        name, name, tuple(f"argument{i}" for i in range(len(inputs))), tuple(f"result{i}" for i in range(len(outputs)))
-    )
-    body = jex.Jaxpr(
-        [var for var, _ in constants], list(inputs), list(outputs), list(equations), frozenset(), debug_info
-    )
+    names = [var for var, _ in constants]
+    body = _open(names, inputs, outputs, equations, name)
     return jex.ClosedJaxpr(body, [value for _, value in constants])
+
+
+def _open(
+    constants: Sequence[Var],
+    inputs: Sequence[Var],
+    outputs: Sequence[Atom],
+    equations: Sequence[Equation],
+    name: str = "pathway",
+) -> Any:
+    arguments = tuple(f"argument{number}" for number in range(len(inputs)))
+    results = tuple(f"result{number}" for number in range(len(outputs)))
+    debug_info = jex.DebugInfo(name, name, arguments, results)
+    return jex.Jaxpr(list(constants), list(inputs), list(outputs), list(equations), frozenset(), debug_info)
 
 
 def substituted(
@@ -181,7 +199,7 @@ def without_dead_code(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]
     body, values = opened(jaxpr)
     # The elimination sees constants as inputs, so that it works alike where a jaxpr carries them and where it does not.
     names = [*body.constvars, *body.invars]
-    flat = jex.Jaxpr([], names, list(body.outvars), list(body.eqns), body.effects, None)
+    flat = _open([], names, body.outvars, body.eqns)
     alive, live_inputs = partial_eval.dce_jaxpr(flat, list(used), False)
     constants = len(body.constvars)
     kept = iter(alive.invars)
@@ -293,13 +311,17 @@ def calling_line() -> str:
 
 
 def raising_line(error: BaseException) -> tuple[str, bool]:
-    """The user's line that an exception came through last, and whether JAX itself raised it."""
-    frames, traceback = [], error.__traceback__
+    """The user's line that an exception came through last, and whether a `raise` of the user's code raised it. (JAX
+    takes its own frames out of tracebacks, so it does not show there when an exception is JAX's.)"""
+    frames: list[tuple[str, int, str]] = []
+    traceback, raised = error.__traceback__, False
     while traceback is not None:
         code = traceback.tb_frame.f_code
         frames.append((code.co_filename, traceback.tb_lineno, code.co_qualname))
+        opcode = code.co_code[traceback.tb_lasti]
+        raised = dis.opname[opcode] in ("RAISE_VARARGS", "RERAISE") and not code.co_filename.startswith(_JAX)
         traceback = traceback.tb_next
-    return _user_line(reversed(frames)), bool(frames) and frames[-1][0].startswith(_JAX)
+    return _user_line(reversed(frames)), raised
 
 
 def _user_line(frames: Iterable[tuple[str, int, str]]) -> str:

@@ -23,6 +23,7 @@ from pathway.dataflow.jaxprs import (
     equation_name,
     fresh,
     inner_jaxprs,
+    is_extended,
     make_jaxpr,
     nbytes,
     opened,
@@ -61,7 +62,7 @@ Capture = Reference | Constant
 
 def is_baked(value: Any, var: Var) -> bool:
     """Whether a constant stays within the computation. (A typed PRNG key does: its host form is JAX's own secret.)"""
-    return nbytes(var) <= BAKED_BYTES or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
+    return nbytes(var) <= BAKED_BYTES or is_extended(var.aval.dtype)
 
 
 class Lifter:

@@ -2,8 +2,8 @@
 
 A call becomes an inner `jax.jit` whose name names the slice, with sharding constraints over the slice's abstract mesh
 on its inputs and outputs. Autodiff and batching keep the name and transpose the constraints, so the backward stage
-lands on its forward's slice, in its sharding. (Rejected: a primitive of our own for the call. It would need a rule for every
-transformation, those of other libraries included; `jit` has them all.)
+lands on its forward's slice, in its sharding. (Rejected: a primitive of our own for the call. It would need a rule for
+every transformation, those of other libraries included; `jit` has them all.)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def placed_call(
     an entry, like `out_specs`, is a spec or a prefix of the argument's pytree. `PartitionSpec()` means replicated, and
     None leaves the sharding open. Make the stage once and call it often: JAX caches the trace with it.
     """
-    name = name or getattr(fun, "__name__", type(fun).__name__)
+    name = name or str(getattr(fun, "__name__", type(fun).__name__))
     numbers = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
     signature = _signature(fun)

@@ -145,11 +145,12 @@ def _rule(equation: Equation) -> Rule:
 
 def _join(specs: Sequence[Spec], rank: int) -> Spec:
     """Split as any of them is; the earlier ones decide where they differ."""
-    joined, used = [()] * rank, set[str]()
+    joined: list[tuple[str, ...]] = [()] * rank
+    used = set[str]()
     for spec in specs:
         for dimension, axes in enumerate(spec):
             if axes and not joined[dimension] and not used & set(axes):
-                joined[dimension] = axes  # type: ignore[call-overload]
+                joined[dimension] = axes
                 used |= set(axes)
     return tuple(joined)
 
@@ -179,11 +180,12 @@ def _transpose(equation: Equation, inputs: list[Spec], sizes: dict[str, int]) ->
 
 
 def _broadcast(equation: Equation, inputs: list[Spec], sizes: dict[str, int]) -> list[Spec]:
-    shape, spec = equation.outvars[0].aval.shape, [()] * len(equation.outvars[0].aval.shape)
+    shape = equation.outvars[0].aval.shape
+    spec: list[tuple[str, ...]] = [()] * len(shape)
     operand = equation.invars[0].aval.shape
     for dimension, target in enumerate(equation.params["broadcast_dimensions"]):
         if operand[dimension] == shape[target]:
-            spec[target] = inputs[0][dimension]  # type: ignore[call-overload]
+            spec[target] = inputs[0][dimension]
     return [tuple(spec)]
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
-from pathway.dataflow.jaxprs import aval_of, every_equation, opened, raising_line, source_line
+from pathway.dataflow.jaxprs import aval_of, every_equation, is_extended, opened, raising_line, source_line
 from pathway.dataflow.layout import Aval
-from pathway.errors import PathwayError, ProgramError
+from pathway.errors import PathwayError, ProgramError, raisable
 
 _IMPURE = frozenset({"debug_print", "infeed", "outfeed"})
 
@@ -77,6 +76,7 @@ class Traced:
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat arguments of another call with the same structure."""
+        leaves: list[Any]
         leaves, tree = jax.tree.flatten(self.statics.split(args, kwargs))
         if tree != self.in_tree:
             raise ProgramError(f"{self.name} was traced for arguments {self.in_tree}, not {tree}")
@@ -95,7 +95,7 @@ class Traced:
         numbers = {donate_argnums} if isinstance(donate_argnums, int) else set(donate_argnums)
         numbers = {number % argument_count if number < 0 else number for number in numbers}
         dynamic = [number for number in range(argument_count) if number not in self.statics.numbers]
-        donated, start = set(), 0
+        donated, start = set[int](), 0
         for number, tree in zip(dynamic, self.in_tree.children()[0].children(), strict=True):
             if number in numbers:
                 donated.update(range(start, start + tree.num_leaves))
@@ -115,7 +115,7 @@ def trace(
     """Trace `fun` as it is called with these arguments: arrays, Python scalars, or anything else with a shape and a
     dtype. Raises `ProgramError` for what a program cannot do; other exceptions of the user's code pass through."""
     kwargs = kwargs or {}
-    name = name or getattr(fun, "__name__", type(fun).__name__)
+    name = name or str(getattr(fun, "__name__", type(fun).__name__))
     statics = Statics.of(fun, static_argnums, static_argnames)
     paths, in_tree = jax.tree_util.tree_flatten_with_path(statics.split(args, kwargs))
     structs = [_struct(leaf, name, path) for path, leaf in paths]
@@ -135,10 +135,11 @@ def trace(
     except PathwayError:
         raise
     except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
-        line, raised_by_jax = raising_line(error)
-        if not raised_by_jax:
+        line, users_own = raising_line(error)
+        if users_own:
             raise
-        raise ProgramError(f"{name} cannot be traced, at {line or 'an unknown line'}: {error}") from error
+        kind = raisable(ProgramError, f"builtins.{type(error).__name__}")
+        raise kind(f"{name} cannot be traced, at {line or 'an unknown line'}: {error}") from error
     _refuse_effects(closed, name)
     body = opened(closed)[0]
     return Traced(
@@ -164,17 +165,12 @@ def _struct(leaf: Any, name: str, path: Any) -> jax.ShapeDtypeStruct:
                 f"{name}: {where} is neither an array nor a number, but {type(leaf).__qualname__}; "
                 "name it in static_argnums or static_argnames if the program is to be traced for its value"
             ) from error
-    dtype = leaf.dtype if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) else _canonical(leaf.dtype)
+    dtype = leaf.dtype if is_extended(leaf.dtype) else jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
 
 
-def _canonical(dtype: Any) -> np.dtype[Any]:
-    """The dtype as it is on devices: without 64-bit types unless they are enabled."""
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-
-
 def _is_float0(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+    return bool(getattr(leaf, "dtype", None) == jax.dtypes.float0)
 
 
 def _refuse_effects(closed: Any, name: str) -> None:
