@@ -99,7 +99,9 @@ def test_a_fetch_from_a_lost_island_ends():
         fetch.result()
 
 
-@pytest.mark.parametrize("event", [LinkLost("closed"), m.Goodbye("stopping"), Tick()], ids=["link", "goodbye", "silence"])
+@pytest.mark.parametrize(
+    "event", [LinkLost("closed"), m.Goodbye("stopping"), Tick()], ids=["link", "goodbye", "silence"]
+)
 def test_when_the_scheduler_is_lost_everything_ends(event):
     core = a_core()
     run, _ = core.new_run(1, 0.0, 1)

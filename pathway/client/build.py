@@ -14,7 +14,7 @@ from pathway.array import Array
 from pathway.client.bindings import Binding
 from pathway.client.hostvalues import aval_of, physical_value
 from pathway.client.plans import BoundPlan, HostArgument, ResultSource, check_usable
-from pathway.client.slices import live_slices
+from pathway.client.slices import Slice, live_slices
 from pathway.dataflow.computation import Computation, lower_graph
 from pathway.dataflow.cost import cost_estimate
 from pathway.dataflow.fuse import fuse
@@ -78,14 +78,8 @@ def lower_plan(
         raise ProgramError(
             f"{traced.name} uses no slice: place a part of it with pathway.jit, or pass it arrays that were put"
         )
-    bindings = {}
-    for number in sorted(used):
-        if slices[number].client is not client:
-            raise ProgramError(f"{traced.name} uses slices of different connections")
-        bindings[number] = slices[number].binding(BIND_TIMEOUT_S)
-    for array in (*leaves, *(handle for _, handle in graph.references)):
-        if isinstance(array, Array):
-            check_usable(array, client, traced.name)
+    _check_same_client(client, traced.name, leaves, graph, [slices[number] for number in sorted(used)])
+    bindings = {number: slices[number].binding(BIND_TIMEOUT_S) for number in sorted(used)}
     bound = {number: binding.bound for number, binding in bindings.items()}
     sequence = order(
         graph, bound, cost=lambda node: cost_estimate(node, graph.slices[node.slice].mesh), schedule=schedule
@@ -138,6 +132,21 @@ def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
         results=_results(lowered),
         assemble=_assembler(lowered.traced),
     )
+
+
+def _check_same_client(
+    client: Client, program: str, leaves: Sequence[Any], graph: Graph, slices: Sequence[Slice]
+) -> None:
+    if any(handle.client is not client for handle in slices):
+        raise ProgramError(f"{program} uses slices of different connections")
+    for array in (*leaves, *(handle for _, handle in graph.references)):
+        if isinstance(array, Array):
+            check_usable(array, program)
+            if array._kind.binding.core is not client.core:
+                raise ProgramError(
+                    f"{program} uses an array ({array._kind.aval}) of another connection; take it along with "
+                    "pathway.get and put"
+                )
 
 
 def _client_of(leaves: Sequence[Any]) -> Client | None:

@@ -170,7 +170,7 @@ class Client:
 
     def _fetch(self, kind: ArrayKind, buffer: int, run: Run | None) -> ArrayFetch:
         fetch = self.connection.peers.fetch(kind, buffer)
-        if run is not None and not run.done:
+        if run is not None and (not run.done or run.error is not None):
 
             def run_ended() -> None:
                 if run.error is not None:

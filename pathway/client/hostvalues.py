@@ -23,6 +23,11 @@ def kind_key(leaf: Any) -> Any:
         return kind
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.shape, leaf.dtype
+    if isinstance(leaf, jax.core.Tracer):
+        raise ProgramError(
+            "a program or stage was called while JAX traces something else: use jax.grad, jax.vmap and jax.jit inside "
+            "of a pathway.program, and call the stage there"
+        )
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.weak_type
     raise ProgramError(

@@ -192,16 +192,11 @@ def _plain_kinds(results: Sequence[ResultSource]) -> tuple[ArrayKind, ...] | Non
     return None
 
 
-def check_usable(leaf: Array, client: Client, program: str) -> None:
-    """Raise if an array cannot be an argument of a program of `client`: deleted, lost, or of another connection."""
+def check_usable(leaf: Array, program: str) -> None:
+    """Raise if an array cannot be an argument of any program: deleted, lost, or left behind."""
     binding = leaf._kind.binding
     if leaf._buffer == 0:
         raise DeletedError(f"{program} was called with an array ({leaf._kind.aval}) that was deleted or donated")
-    if binding.core is not client.core:
-        raise ProgramError(
-            f"{program} was called with an array ({leaf._kind.aval}) of another connection; "
-            "take it along with pathway.get and put"
-        )
     if binding.error is not None:
         raise to_exception(binding.error)
     if binding.owner.binding is not binding:

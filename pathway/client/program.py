@@ -19,7 +19,7 @@ from pathway.array import Array
 from pathway.client import tracing
 from pathway.client.hostvalues import kind_key
 from pathway.client.operators import traced as traced_operand
-from pathway.client.plans import BoundPlan
+from pathway.client.plans import BoundPlan, check_usable
 from pathway.client.slices import Slice
 from pathway.client.stages import Traced
 from pathway.dataflow.placed import placed_call
@@ -48,7 +48,7 @@ class Program:
     ) -> None:
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
-        self._name = name or getattr(fun, "__name__", type(fun).__name__)
+        self._name: str = name or getattr(fun, "__name__", type(fun).__name__)
         self._donate_argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         self._statics = Statics.of(fun, static_argnums, static_argnames)
         self._has_statics = bool(self._statics.numbers or self._statics.names)
@@ -105,6 +105,9 @@ class Program:
         )
 
     def _plan(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> BoundPlan:
+        for leaf in leaves:
+            if isinstance(leaf, Array):
+                check_usable(leaf, self._name)
         with self._planning:
             plan = self._plans.get(key)
             if plan is not None and plan.is_current():

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from pathway.array import Array
+from pathway.client.hostvalues import aval_of
 from pathway.client.plans import BoundPlan
 from pathway.dataflow import trace as dataflow_trace
 from pathway.dataflow.cost import cost_estimate
 from pathway.dataflow.graph import Graph
 from pathway.dataflow.plan import Plan
+from pathway.errors import ProgramError
 
 if TYPE_CHECKING:
     from pathway.client.build import LoweredPlan
@@ -50,14 +53,15 @@ class Traced:
         from pathway.client.build import lower_plan  # it brings jax.export, which a fully cached program never needs
 
         plan = lower_plan(self._traced, self._leaves, donated=self._donated, fused=self._fuse, schedule=self._schedule)
-        return Lowered(plan)
+        return Lowered(plan, self._leaves)
 
 
 class Lowered:
     """A program lowered onto its slices. Nothing has been sent yet."""
 
-    def __init__(self, lowered: LoweredPlan) -> None:
+    def __init__(self, lowered: LoweredPlan, leaves: Sequence[Any]) -> None:
         self._lowered = lowered
+        self._leaves = leaves
 
     @property
     def graph(self) -> Graph:
@@ -95,7 +99,7 @@ class Lowered:
     def compile(self) -> Compiled:
         """Send it to its islands, which compile it. Does not wait for them: a compile error raises where a result is
         first needed."""
-        return Compiled(self)
+        return Compiled(self, self._leaves)
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,30 @@ class CostAnalysis:
 class Compiled:
     """A program that its islands compile, or have compiled. Call it with arguments like those it was traced for."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: Lowered, leaves: Sequence[Any]) -> None:
         self._lowered = lowered._lowered
+        self._leaves = leaves
         self._bind = lowered.bind
         self._bound: BoundPlan | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._lowered.traced.flatten(args, kwargs)
+        for leaf, before, aval in zip(leaves, self._leaves, self._lowered.traced.in_avals, strict=True):
+            self._check_argument(leaf, before, aval)
         if self._bound is None:
             self._bound = self._bind(leaves)
         return self._bound.start(leaves)
+
+    def _check_argument(self, leaf: Any, before: Any, aval: Any) -> None:
+        """The plan is for arguments that are where they were when it was lowered."""
+        if isinstance(before, Array):
+            fits = isinstance(leaf, Array) and leaf._kind is before._kind
+        else:
+            fits = not isinstance(leaf, Array) and aval_of(leaf) == aval
+        if not fits:
+            raise ProgramError(
+                f"{self._lowered.traced.name} was compiled for {before!r} as an argument, and called with {leaf!r}"
+            )
 
     def memory_analysis(self) -> dict[str, IslandMemory]:
         """By island, from the plan's liveness. XLA's own temporaries are added by the executors, who know them."""
