@@ -13,6 +13,7 @@ from pathway.errors import ErrorInfo
 from pathway.sched.cluster import Cluster, Island
 from pathway.sched.events import Close, Instruction, Send
 from pathway.sched.lanes import Lane, LaneScheduler, Run
+from pathway.sched.ownership import check_reach, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
 from pathway.sched.sessions import Session
@@ -180,6 +181,10 @@ class Clients:
         if held is not None:
             self.waiting_slices.pop((session.id, message.slice), None)
             self.binder.release(held)
+            held_now = session.reach()
+            for plan in session.plans.values():
+                if plan.error is None and not within(plan.reach, held_now):
+                    plan.error = ErrorInfo("SliceError", f"slice {message.slice} was released", slice=message.slice)
             self.bind_waiting(now, out)
 
     # -- plans and runs ---------------------------------------------------------------------------------------------
@@ -249,7 +254,9 @@ class Clients:
     def _put_buffer(self, peer: Peer, message: m.PutBuffer, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
         lane = self.cluster.lane(message.island, message.incarnation)
-        if lane is not None and session.holds(message.island):
+        if lane is not None:
+            reach = {message.island: frozenset(message.layout.devices)}
+            check_reach(reach, session.reach(), f"buffer {message.buffer}")
             session.lanes[lane] = None
             put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
             self.lanes.send_behind(lane, session.id, put, out)

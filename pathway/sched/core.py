@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pathway.errors import ErrorInfo
+from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.sched import status
 from pathway.sched.clients import Clients, TokenOf
 from pathway.sched.cluster import Cluster, ClusterSettings, Island
@@ -115,7 +115,10 @@ class SchedulerCore:
                         peer, "PermissionDeniedError", f"a {peer.role} may not send {type(message).__name__}", now, out
                     )
                 else:
-                    handler(peer, message, now, out)
+                    try:
+                        handler(peer, message, now, out)
+                    except PermissionDeniedError as error:
+                        self._refuse(peer, type(error).__name__, str(error), now, out)
         elif isinstance(event, PeerClosed):
             self.peers.closed(event.peer, event.reason or "its connection is closed", now, out)
         elif isinstance(event, Tick):

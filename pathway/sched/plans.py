@@ -9,10 +9,11 @@ Invariants
 
 from __future__ import annotations
 
-from pathway.errors import ErrorInfo
+from pathway.errors import ErrorInfo, PermissionDeniedError, ProtocolError
 from pathway.sched.cluster import Cluster
 from pathway.sched.events import Instruction
 from pathway.sched.lanes import Lane
+from pathway.sched.ownership import check_reach, reach_of_plan
 from pathway.sched.sessions import Plan, Session
 from pathway.transport.messages import Directory, PartPayload, RegisterComputation, RegisterPart, RegisterPlan
 
@@ -55,12 +56,17 @@ class PlanRegistry:
             if error is None and lane in lanes:
                 error = ErrorInfo("ProtocolError", f"plan {message.name!r} has two parts on island {part.island}")
             if error is not None or lane is None:
-                return Plan(message, (), error or _stale(part))
+                return Plan(message, (), {}, error or _stale(part))
             lanes.append(lane)
+        try:
+            reach = reach_of_plan(message.parts)
+            check_reach(reach, session.reach(), f"plan {message.name!r}")
+        except (PermissionDeniedError, ProtocolError) as refused:
+            return Plan(message, (), {}, ErrorInfo(type(refused).__name__, str(refused)))
         for lane, part in zip(lanes, message.parts, strict=True):
             self._introduce(lane, lanes, out)
             self._send_part(session, lane, message.plan, part, out)
-        return Plan(message, tuple(lanes), None)
+        return Plan(message, tuple(lanes), reach, None)
 
     def _why_not(self, session: Session, part: PartPayload) -> ErrorInfo | None:
         if self._cluster.lane(part.island, part.incarnation) is None:

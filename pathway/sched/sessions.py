@@ -15,18 +15,21 @@ from collections import deque
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction, PeerKey, Send
 from pathway.sched.lanes import Lane, Run
+from pathway.sched.ownership import Reach
 from pathway.sched.slices import Slice
 from pathway.transport.messages import Message, RegisterPlan, RunsFinished
 
 
 class Plan:
-    """A registered plan. `lanes[i]` is where its part i runs: the incarnation that it was made for."""
+    """A registered plan. `lanes[i]` is where its part i runs: the incarnation that it was made for. `reach` are the
+    devices that it names (A-1)."""
 
-    __slots__ = ("error", "lanes", "message")
+    __slots__ = ("error", "lanes", "message", "reach")
 
-    def __init__(self, message: RegisterPlan, lanes: tuple[Lane, ...], error: ErrorInfo | None) -> None:
+    def __init__(self, message: RegisterPlan, lanes: tuple[Lane, ...], reach: Reach, error: ErrorInfo | None) -> None:
         self.message = message
         self.lanes = lanes
+        self.reach = reach
         self.error = error
 
 
@@ -98,3 +101,11 @@ class Session:
     def holds(self, island: str) -> bool:
         """Whether one of its slices is on the island."""
         return any(held.island == island for held in self.slices.values())
+
+    def reach(self) -> Reach:
+        """The devices of its slices."""
+        devices: dict[str, set[int]] = {}
+        for held in self.slices.values():
+            if held.island:
+                devices.setdefault(held.island, set()).update(held.devices)
+        return {island: frozenset(of_island) for island, of_island in devices.items()}

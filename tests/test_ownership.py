@@ -1,0 +1,162 @@
+"""A session reaches the devices of its own slices, whatever its messages say (A-1, A-2): the scheduler's core alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from pathway.dataflow.layout import Aval, Layout, Sharding
+from pathway.dataflow.plan import Edge, Execute, Gang, Part
+from pathway.errors import PermissionDeniedError, ProtocolError
+from pathway.sched.core import SchedulerCore, SchedulerSettings
+from pathway.sched.events import Close, MessageReceived, Send
+from pathway.sched.ownership import check_reach, reach_of_plan, within
+from pathway.transport import messages as m
+from pathway.version import PROTOCOL_VERSION, __version__
+
+ALICE, MALLORY = b"alice", b"mallory"
+
+
+def layout(*devices: int) -> Layout:
+    return Layout(Aval((8,), "float32"), Sharding((("data", len(devices)),), (("data",),)), devices)
+
+
+def part(island: str, *devices: int, **more: Any) -> Part:
+    steps = (Execute(0, "c", devices, (0,), (1,)),)
+    slots = more.pop("slots", (layout(*devices), layout(*devices)))
+    return Part("plan", island, "cpu", slots, (0,), ((0, 1),), (Gang(steps),), **more)
+
+
+def payload(part: Part, incarnation: int = 1, computations: tuple[str, ...] = ()) -> m.PartPayload:
+    return m.PartPayload(part.island, incarnation, computations, msgspec.msgpack.encode(part))
+
+
+class Cluster:
+    """A scheduler's core with islands of one host and four devices."""
+
+    def __init__(self, *islands: str) -> None:
+        self.core = SchedulerCore(SchedulerSettings(), random.Random(5), 0.0)
+        for name in islands:
+            worker, executor = f"worker {name}".encode(), f"executor {name}".encode()
+            self.hello(worker, "worker")
+            self.say(worker, m.HostJoined(name, 1, 0, 4, "cpu", name, 1, "127.0.0.1:1"))
+            self.hello(executor, "executor")
+            self.say(executor, m.ExecutorReady(name, 1, 0, f"tcp://127.0.0.1:{len(name)}", "cpu", 4, 2))
+
+    def say(self, peer: bytes, message: m.Message) -> list[Any]:
+        return [
+            instruction.message if isinstance(instruction, Send) else instruction
+            for instruction in self.core.handle(MessageReceived(peer, message), 1.0)
+        ]
+
+    def hello(self, peer: bytes, role: str) -> list[Any]:
+        return self.say(peer, m.Hello(PROTOCOL_VERSION, __version__, role))
+
+    def slice(self, peer: bytes, number: int, devices: int, island: str = "") -> m.SliceBound:
+        replies = self.say(peer, m.RequestSlice(number, devices, (("data", devices),), island))
+        [bound] = [reply for reply in replies if isinstance(reply, m.SliceBound)]
+        return bound
+
+
+def two_clients() -> tuple[Cluster, m.SliceBound, m.SliceBound]:
+    cluster = Cluster("east", "west")
+    cluster.hello(ALICE, "client")
+    cluster.hello(MALLORY, "client")
+    return cluster, cluster.slice(ALICE, 1, 2, "east"), cluster.slice(MALLORY, 1, 2, "east")
+
+
+def run(number: int, plan: int, parts: int = 1) -> m.StartRun:
+    return m.StartRun(number, plan, 1, (msgspec.Raw(msgspec.msgpack.encode([])),) * parts)
+
+
+# -- reading plans ----------------------------------------------------------------------------------------------------
+
+
+def edge(source: str, target: str, target_device: int) -> Edge:
+    return Edge(0, source, target, 1, 0, layout(0), layout(target_device))
+
+
+def test_a_plan_reaches_what_its_steps_values_and_edges_name() -> None:
+    parts = (
+        payload(part("east", 0, slots=(layout(1), layout(2)), edges_out=(edge("east", "west", 3),))),
+        payload(part("west", 2)),
+    )
+    assert reach_of_plan(parts) == {"east": {0, 1, 2}, "west": {2, 3}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ([m.PartPayload("east", 1, (), b"garbage")], "not well-formed"),
+        ([m.PartPayload("east", 1, (), b"")], "not well-formed"),
+        ([m.PartPayload("west", 1, (), msgspec.msgpack.encode(part("east", 0)))], "says that it is for east"),
+        ([payload(part("east", 0, edges_out=(edge("east", "west", 0),)))], "on which the plan has no part"),
+    ],
+)
+def test_parts_that_are_none_are_refused(parts: list[m.PartPayload], complaint: str) -> None:
+    with pytest.raises(ProtocolError, match=complaint):
+        reach_of_plan(parts)
+
+
+def test_what_is_held_is_reached_and_no_more() -> None:
+    held = {"east": frozenset({0, 1})}
+    for reach in ({"east": frozenset({0, 1})}, {"east": frozenset({1})}, {}):
+        check_reach(reach, held, "it")
+        assert within(reach, held)
+    for reach in ({"east": frozenset({1, 2})}, {"west": frozenset({0})}, {"west": frozenset()}):
+        with pytest.raises(PermissionDeniedError, match=r"it names .* which no slice of this session has"):
+            check_reach(reach, held, "it")
+        assert not within(reach, held)
+
+
+# -- the core ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_on_somebody_elses_devices_is_refused() -> None:
+    cluster, alice, mallory = two_clients()
+    assert not set(alice.devices) & set(mallory.devices)
+    own = cluster.say(ALICE, m.RegisterPlan(1, "own", (payload(part("east", *alice.devices)),)))
+    assert [type(message) for message in own] == [m.RegisterPart]
+    for stolen in (part("east", *alice.devices), part("east", mallory.devices[0], alice.devices[0]), part("west", 0)):
+        [failed] = cluster.say(MALLORY, m.RegisterPlan(1, "theft", (payload(stolen),)))
+        assert isinstance(failed, m.PlanFailed)
+        assert failed.error.kind == "PermissionDeniedError"
+    [refused] = cluster.say(MALLORY, run(1, 1))
+    assert isinstance(refused, m.RunFailed)
+    assert refused.error.kind == "PermissionDeniedError"
+    assert [type(message) for message in cluster.say(ALICE, run(1, 1))] == [m.StartPart]
+
+
+def test_an_edge_to_an_island_without_a_slice_is_refused() -> None:
+    cluster, alice, _ = two_clients()
+    leak = part("east", *alice.devices, edges_out=(edge("east", "west", 0),))
+    for parts in ((payload(leak),), (payload(leak), payload(part("west", 0)))):
+        [failed] = cluster.say(ALICE, m.RegisterPlan(1, "leak", parts))
+        assert isinstance(failed, m.PlanFailed)
+
+
+def test_a_buffer_on_somebody_elses_devices_ends_the_connection() -> None:
+    cluster, alice, _ = two_clients()
+    put = cluster.say(ALICE, m.PutBuffer(1, "east", 1, layout(*alice.devices), b"x" * 32))
+    assert [type(message) for message in put] == [m.PutOnIsland]
+    [closed] = cluster.say(MALLORY, m.PutBuffer(1, "east", 1, layout(*alice.devices), b"x" * 32))
+    assert isinstance(closed, Close)
+    assert closed.refused is not None
+    assert closed.refused.kind == "PermissionDeniedError"
+    assert closed.peer == MALLORY
+    assert [type(message) for message in cluster.say(ALICE, m.ReleaseBuffers("east", 1, (1,)))] == [m.FreeBuffers]
+
+
+def test_a_plan_takes_no_runs_once_its_slice_is_released() -> None:
+    cluster, alice, _ = two_clients()
+    second = cluster.slice(ALICE, 2, 2, "west")
+    for number, bound in ((1, alice), (2, second)):
+        cluster.say(ALICE, m.RegisterPlan(number, f"plan {number}", (payload(part(bound.island, *bound.devices)),)))
+    cluster.say(ALICE, m.ReleaseSlice(1))
+    [refused] = cluster.say(ALICE, run(1, 1))
+    assert isinstance(refused, m.RunFailed)
+    assert (refused.error.kind, refused.error.message) == ("SliceError", "slice 1 was released")
+    assert [type(message) for message in cluster.say(ALICE, run(2, 2))] == [m.StartPart]
