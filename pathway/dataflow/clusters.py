@@ -124,7 +124,10 @@ class Clusters:
         return not isinstance(atom, Literal) and atom in self._waiting and atom not in self._homes
 
     def is_early(self, atom: Atom) -> bool:
-        return not isinstance(atom, Literal) and atom in self._early
+        """Whether a prologue can read it."""
+        return isinstance(atom, Literal) or any(
+            atom in known for known in (self._early, self._baked, self._host, self._waiting)
+        )
 
     # Where operations go ---------------------------------------------------------------------------------------------
 

@@ -88,7 +88,9 @@ class Draft:
             stage = self.operations[0]
             if not any(isinstance(atom, Literal) or atom in self.constants for atom in stage.inputs):
                 wanted = set(outputs)
-                jaxpr, live = interner.pruned(stage.body, tuple(var in wanted for var in stage.outputs))
+                jaxpr, live = interner.pruned(
+                    interner.intern(stage.body), tuple(var in wanted for var in stage.outputs)
+                )
                 inputs = [homes[atom] for atom, lives in zip(stage.inputs, live, strict=True) if lives]
                 return jaxpr, inputs
         keys = list(self.reads)

@@ -3,8 +3,10 @@
 Going along a slice's nodes in program order, a node joins the group before it if
 
   F-1  no other slice reads what the group computes so far: it would get it later;
-  F-2  what the node needs from other slices, the group waits for anyway: otherwise its first members would start later.
-       Host arrays do not count, they come with the run.
+  F-2  what the node needs from other slices, the group needs too: otherwise its first members would start later. Host
+       arrays do not count, they come with the run;
+  F-3  what the group needs from other slices, the node needs too, be it through others; unless nothing on another slice
+       comes of the node. Otherwise the forward pass of a microbatch would wait for the backward pass of the one before.
 
 So a chain on one slice becomes one computation, and a backward pass takes in the sum that follows it, while the stages
 of a pipeline's microbatches, each of which is read elsewhere, stay apart. No cycle can arise: a path from a group back
@@ -15,7 +17,7 @@ reads from the group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pathway.dataflow.donate import assign_donations
@@ -43,43 +45,60 @@ def fuse(graph: Graph) -> Graph:
 
 def _groups(graph: Graph) -> list[list[Node]]:
     producer = {output: node for node in graph.nodes for output in node.outputs}
-    readers: dict[int, set[int]] = {}
+    readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
         for value in node.inputs:
-            readers.setdefault(value, set()).add(node.slice)
+            readers.setdefault(value, []).append(node)
     host = {argument.value for argument in graph.arguments if not argument.resident}
     host.update(value for value, _ in graph.constants)
 
-    # As bit sets over node indices: the nodes that must end before a node starts, its slice's earlier nodes included.
-    waits: list[int] = []
-    last_on: dict[int, int] = {}
+    ancestors: list[int] = []  # as bit sets over node indices
     for node in graph.nodes:
-        before = {producer[value].index for value in node.inputs if value in producer}
-        if node.slice in last_on:
-            before.add(last_on[node.slice])
         mask = 0
-        for index in before:
-            mask |= waits[index] | 1 << index
-        waits.append(mask)
-        last_on[node.slice] = node.index
+        for value in node.inputs:
+            if value in producer:
+                mask |= ancestors[producer[value].index] | 1 << producer[value].index
+        ancestors.append(mask)
+    leads_elsewhere = [False] * len(graph.nodes)
+    for node in reversed(graph.nodes):
+        after = (reader for output in node.outputs for reader in readers.get(output, ()))
+        leads_elsewhere[node.index] = any(r.slice != node.slice or leads_elsewhere[r.index] for r in after)
 
-    groups: list[list[Node]] = []
-    current: dict[int, list[Node]] = {}
+    def foreign(node: Node) -> set[int]:
+        return {value for value in node.inputs if graph.values[value].slice != node.slice} - host
+
+    def is_joined(group: _Group, node: Node) -> bool:
+        if group.read_elsewhere:
+            return False
+        new = foreign(node) - group.foreign
+        if not all(value in producer and group.ancestors >> producer[value].index & 1 for value in new):
+            return False
+        return not leads_elsewhere[node.index] or all(
+            ancestors[node.index] >> producer[value].index & 1 for value in group.foreign if value in producer
+        )
+
+    groups: list[_Group] = []
+    current: dict[int, _Group] = {}
     for node in graph.nodes:
         group = current.get(node.slice)
-        if group is not None:
-            read_elsewhere = any(
-                readers.get(output, set()) - {node.slice} for member in group for output in member.outputs
-            )
-            inputs = {value for member in group for value in member.inputs}
-            waited = waits[group[0].index]
-            foreign = (v for v in node.inputs if graph.values[v].slice != node.slice and v not in host | inputs)
-            if not read_elsewhere and all(v in producer and waited >> producer[v].index & 1 for v in foreign):
-                group.append(node)
-                continue
-        group = current[node.slice] = [node]
-        groups.append(group)
-    return groups
+        if group is None or not is_joined(group, node):
+            group = current[node.slice] = _Group()
+            groups.append(group)
+        group.nodes.append(node)
+        group.foreign |= foreign(node)
+        group.ancestors |= ancestors[node.index]
+        group.read_elsewhere = any(r.slice != node.slice for output in node.outputs for r in readers.get(output, ()))
+    return [group.nodes for group in groups]
+
+
+@dataclass
+class _Group:
+    """Nodes to be joined: what they read from other slices, what they come after, and whether another slice waits."""
+
+    nodes: list[Node] = field(default_factory=list)
+    foreign: set[int] = field(default_factory=set)
+    ancestors: int = 0
+    read_elsewhere: bool = False
 
 
 def _joined(graph: Graph, group: Sequence[Node], read: set[int], interner: Interner) -> Node:

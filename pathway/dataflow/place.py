@@ -13,6 +13,7 @@ Stages (`pathway.jit` calls) say where they run. All other equations are placed 
   P-5  Calls that contain stages are opened up. A loop or branch stays whole on its stages' one slice; a scan over
        stages of several slices is unrolled; other such loops and branches are refused.
   P-6  Slices and reshapes of arguments are part of the prologue, so that the stages of all microbatches have one body.
+       So is what is computed of scalar arguments (step counts, say), so that nobody waits for it on another slice.
 """
 
 from __future__ import annotations
@@ -107,16 +108,14 @@ def place(
     outputs = substituted(alive, atoms, clusters.constant, walk.emit)
     results = [clusters.result(walk.settled(atom)) for atom in outputs]
     shared = Counter(r.handle for r in (*arguments, *clusters.references.values()) if r is not None)
-    given = [
-        replace(
-            argument,
-            donated=argument.donated and argument.resident is not None and shared[argument.resident.handle] == 1,
-        )
-        for argument in given
-    ]
+    given = [replace(argument, donated=argument.donated and _is_alone(argument.resident, shared)) for argument in given]
     drafts, home = clusters.drafts(), clusters.home()
     graph = complete(traced.name, slices, home, drafts, given, clusters.constants, clusters.references, results)
     return assign_donations(graph)
+
+
+def _is_alone(resident: Resident | None, handles: Counter[Hashable]) -> bool:
+    return resident is not None and (resident.handle is None or handles[resident.handle] == 1)
 
 
 class _Walk:
@@ -253,7 +252,7 @@ class _Walk:
             clusters.wait(operation, within_reader=_is_cheap(equation), expensive=_is_expensive(equation))
         elif self._is_light(equation):
             clusters.wait(operation, within_reader=True)
-        elif name in _VIEWS and all(clusters.is_early(atom) for atom in equation.invars):
+        elif self._is_early(operation, equation):
             clusters.early(operation, winner(said)[0])
         else:
             slice, size = winner(said)
@@ -268,6 +267,14 @@ class _Walk:
         return slice is not None and (
             spec_of(equation.params["sharding"], rank, dict(self._slices[slice].mesh)) is not None
         )
+
+    def _is_early(self, operation: Operation, equation: Equation) -> bool:
+        """P-6."""
+        slices = {slice for slice, _ in self._clusters.votes(operation.inputs)}
+        if len(slices) > 1 or not all(self._clusters.is_early(atom) for atom in operation.inputs):
+            return False
+        scalars = all(atom.aval.shape == () for atom in (*equation.invars, *equation.outvars))
+        return equation.primitive.name in _VIEWS or (scalars and not _is_expensive(equation))
 
     def _is_light(self, equation: Equation) -> bool:
         """P-3: broadcasts of what is on a slice, and what is computed elementwise from broadcasts alone."""
@@ -307,8 +314,9 @@ def make_alone(equation: Equation) -> Any:
 
 
 def _is_cheap(equation: Equation) -> bool:
-    """Whether its readers may each compute it for themselves."""
-    if _has_body(equation) or len(equation.outvars) > 1:
+    """Whether its readers may each compute it for themselves. (Not slices: readers that differ in them alone would
+    not be equal any more.)"""
+    if _has_body(equation) or len(equation.outvars) > 1 or equation.primitive.name in _VIEWS:
         return False
     if equation.primitive.name in ("broadcast_in_dim", "iota"):
         return True
