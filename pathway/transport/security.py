@@ -69,8 +69,34 @@ class KeyPaths:
             directory / ALLOW_LIST_NAME,
         )
 
+    @classmethod
+    def of_settings(
+        cls,
+        name: str,
+        keys: Path | None = None,
+        key: Path | None = None,
+        scheduler_key: Path | None = None,
+        allowed_keys: Path | None = None,
+    ) -> KeyPaths | None:
+        """The paths that settings give: a directory with all (`keys`), from which the others make exceptions, or each by
+        itself. `name` is whose key of the directory is meant. None where nothing is set: a cluster without keys."""
+        if keys is None and key is None:
+            if scheduler_key is not None or allowed_keys is not None:
+                raise ConfigError("keys are half set: a process needs one of its own. Set key (or keys, a directory)")
+            return None
+        if keys is not None:
+            paths = cls.in_directory(keys, name)
+            return cls(key or paths.own, scheduler_key or paths.scheduler, allowed_keys or paths.allow_list)
+        assert key is not None
+        return cls(key, scheduler_key, allowed_keys)
+
     def identity(self) -> Identity:
         return Identity.load(self.own, self.scheduler)
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that give a child process these keys: paths, for all to see (K-1)."""
+        given = (("--key", self.own), ("--scheduler-key", self.scheduler))
+        return [word for flag, path in given if path is not None for word in (flag, str(path))]
 
 
 # -- endpoints --------------------------------------------------------------------------------------------------------
