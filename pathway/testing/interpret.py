@@ -145,7 +145,8 @@ class _Run:
         return _named_sharding(layout.sharding, [self.devices[island][device] for device in layout.devices])
 
     def _placed(self, island: str, layout: Layout, shard: Any) -> jax.Array:
-        return jax.make_array_from_callback(layout.aval.shape, self._sharding(island, layout), shard)
+        array: jax.Array = jax.make_array_from_callback(layout.aval.shape, self._sharding(island, layout), shard)
+        return array
 
 
 class _Program:
