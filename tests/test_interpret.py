@@ -12,11 +12,19 @@ import pytest
 from graph_builder import GraphBuilder, bound, pipeline, random_graphs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from pathway.dataflow.check import validate
 from pathway.dataflow.computation import lower_graph
+from pathway.dataflow.fuse import fuse
+from pathway.dataflow.graph import SliceShape
+from pathway.dataflow.layout import Sharding
+from pathway.dataflow.place import Resident, place
+from pathway.dataflow.placed import placed_call
+from pathway.dataflow.plan import Execute
 from pathway.dataflow.planner import build_plan, donations
 from pathway.dataflow.schedule import order
+from pathway.dataflow.trace import trace
 from pathway.testing.interpret import run_plan
 
 
@@ -123,3 +131,50 @@ def test_typed_keys_cross_islands():
     split = jax.random.split(start, 4)
     np.testing.assert_array_equal(keys, jax.random.key_data(split))
     np.testing.assert_allclose(numbers, jax.vmap(lambda k: jax.random.normal(k, (3,)))(split), rtol=1e-6)
+
+
+@pytest.mark.parametrize("fusing", [True, False])
+def test_a_training_step_from_python_to_results(fusing):
+    """Trace, place, fuse, order, donate, lower, plan, run: the results are those of plain `jit`."""
+    front = SliceShape(1, (("data", 2), ("model", 2)))
+    middle, back = SliceShape(2, (("x", 2),)), SliceShape(3, (("x", 2),))
+    spec = PartitionSpec
+    embed = placed_call(lambda w, x: jnp.tanh(x @ w), front, (spec("model"), spec("data")), spec("data"), name="embed")
+    body = placed_call(lambda w, x: x + jnp.tanh(x @ w), middle, (spec(), spec("x")), spec("x"), name="body")
+    head = placed_call(lambda w, h, y: ((h @ w - y) ** 2).mean(), back, name="head")
+
+    def step(weights, x, y):
+        def loss(weights, x, y):
+            return head(weights[2], body(weights[1], embed(weights[0], x)), y)
+
+        parts = [jax.value_and_grad(loss)(weights, x[batch], y[batch]) for batch in range(3)]
+        gradients = jax.tree.map(lambda *g: sum(g) / 3, *(gradient for _, gradient in parts))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), sum(value for value, _ in parts) / 3
+
+    numbers = np.random.default_rng(0)
+    weights = [numbers.normal(size=shape).astype(np.float32) for shape in ((16, 16), (16, 16), (16, 4))]
+    x, y = (numbers.normal(size=(3, 8, width)).astype(np.float32) for width in (16, 4))
+    traced = trace(step, (weights, x, y))
+    homes = [
+        Resident(1, Sharding(front.mesh, (("model",), ())), 0),
+        Resident(2, Sharding(middle.mesh, ((), ())), 1),
+        Resident(3, Sharding(back.mesh, ((), ())), 2),
+    ]
+    graph = place(traced, {1: front, 2: middle, 3: back}, [*homes, None, None], donated=(0, 1, 2))
+    graph = fuse(graph) if fusing else graph
+    bindings = {
+        1: bound(1, "east", range(4), front.mesh),
+        2: bound(2, "west", [0, 1], middle.mesh, devices_per_host=2),
+        3: bound(3, "west", [2, 3], back.mesh, devices_per_host=2),
+    }
+    plan, computations = planned(graph, bindings)
+    assert len(computations) < len(graph.nodes)  # microbatches share
+    assert any(
+        step.donates for part in plan.parts for gang in part.gangs for step in gang.steps if isinstance(step, Execute)
+    )
+    arguments = [*weights, x, y, *(array for _, array in graph.constants)]
+    expected = jax.tree.leaves(jax.jit(step)(weights, x, y))
+    for seed in range(3):
+        results = run_plan(plan, computations, arguments, devices_per_host=per_host(bindings), seed=seed)
+        for result, value in zip(results, expected, strict=True):
+            np.testing.assert_allclose(result, value, rtol=1e-5, atol=1e-6, err_msg=f"seed {seed}")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pathway.dataflow.layout import Aval, Layout, Sharding, shard_regions
-from pathway.dataflow.reshard import cost_bytes, pieces
+from pathway.dataflow.plan import Edge
+from pathway.dataflow.reshard import cost_bytes, edge_bytes, edge_pieces, pieces
 
 
 def layout(shape, mesh, spec, devices=None, dtype="float32"):
@@ -72,6 +73,10 @@ def test_pieces_make_the_target_exactly_and_move_no_more_than_needed(case):
     held = dict(zip(source.devices, shard_regions(shape, source.sharding), strict=True))
     wanted = dict(zip(target.devices, shard_regions(shape, target.sharding), strict=True))
     found = pieces(source, target, source_dph, target_dph, same_island)
+
+    edge = Edge(0, "a", "a" if same_island else "b", 0, 0, source, target)
+    assert edge_bytes(edge, source_dph, target_dph) == cost_bytes(found)
+    assert edge_pieces(edge, source_dph, target_dph) == found
 
     built = {device: np.full(shape, -1) for device in target.devices}
     travelled: dict[int, int] = {}
@@ -172,3 +177,6 @@ def test_thousands_of_shards_take_milliseconds():
     found = pieces(source, target, 8, 8, False)
     assert len(found) == 512 * 512  # each of 512 hosts wants 8 blocks of 64 rows
     assert time.perf_counter() - begin < 5.0
+    begin = time.perf_counter()
+    assert edge_bytes(Edge(0, "a", "b", 0, 0, source, target), 8, 8) == cost_bytes(found)
+    assert time.perf_counter() - begin < 0.5

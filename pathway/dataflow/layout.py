@@ -29,7 +29,8 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     if name == "float0":
         return np.dtype([("float0", np.void, 0)])
     if hasattr(ml_dtypes, name):
-        return np.dtype(getattr(ml_dtypes, name))
+        extended: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, name))
+        return extended
     return np.dtype(name)
 
 

@@ -20,7 +20,7 @@ from pathway.dataflow.gangs import Draft, DraftPart, GangCutter, free
 from pathway.dataflow.graph import BoundSlice, Graph, Node
 from pathway.dataflow.layout import Aval, Layout, Sharding
 from pathway.dataflow.plan import Argument, Edge, Execute, Part, Plan, Result, Send
-from pathway.dataflow.reshard import cost_bytes, edge_pieces
+from pathway.dataflow.reshard import edge_bytes
 from pathway.dataflow.schedule import Schedule
 
 INLINE_BYTES = 64 * 1024
@@ -337,6 +337,6 @@ class _Planner:
                 key = (edge.source_island, edge.target_island, id(edge.source), id(edge.target))
                 if key not in known:
                     hosts = devices_per_host[edge.source_island], devices_per_host[edge.target_island]
-                    known[key] = cost_bytes(edge_pieces(edge, *hosts))
+                    known[key] = edge_bytes(edge, *hosts)
                 total += known[key]
         return total

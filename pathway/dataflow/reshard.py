@@ -81,6 +81,39 @@ def cost_bytes(moved: tuple[Piece, ...]) -> int:
     return sum(piece.nbytes for piece in moved if not piece.local)
 
 
+def edge_bytes(edge: Edge, source_devices_per_host: int, target_devices_per_host: int) -> int:
+    """`cost_bytes` of the edge's pieces without finding them, which may be many more than the devices."""
+    source, target = edge.source, edge.target
+    rank, total = len(source.aval.shape), 0
+    held: dict[int, Cell] = {}
+    if edge.source_island == edge.target_island:
+        held = dict(zip(source.devices, cells(source.sharding, rank), strict=True))
+    for (_, cell), devices in _wanted(target, target_devices_per_host).items():
+        wanted = _box(target, cell)
+        total += _size(wanted)
+        # Only what all of them hold stays at home. Cells of one grid are disjoint, so it must be one cell.
+        in_place = {held.get(device) for device in devices}
+        if len(in_place) == 1 and (common := in_place.pop()) is not None:
+            total -= _size(tuple(map(_meet, wanted, _box(source, common))))
+    return total * numpy_dtype(source.aval.dtype).itemsize
+
+
+def _box(layout: Layout, cell: Cell) -> Region:
+    box = []
+    for dimension, (extent, part) in enumerate(zip(layout.aval.shape, cell, strict=True)):
+        step = -(-extent // layout.sharding.parts(dimension))
+        box.append((min(part * step, extent), min((part + 1) * step, extent)))
+    return tuple(box)
+
+
+def _meet(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    return max(first[0], second[0]), min(first[1], second[1])
+
+
+def _size(box: Region) -> int:
+    return math.prod(max(0, stop - start) for start, stop in box)
+
+
 class _Holders:
     """Who holds each cell of the source, and how much each has been asked to send so far."""
 
