@@ -53,6 +53,7 @@ def test_backward_stages_land_on_their_forwards_slice() -> None:
     _, unfused, _ = graphs(program, PARAMS, X)
     assert where(unfused) == [(0, "front"), (1, "back"), (1, "back"), (0, "front")]
     assert all(node.placed for node in unfused.nodes)
+    assert [node.backward for node in unfused.nodes] == [False, False, True, True]
     check(program, PARAMS, X)
 
 

@@ -18,6 +18,7 @@ from pathway.dataflow.jaxprs import (
     Literal,
     Var,
     aval_of,
+    is_backward,
     make_jaxpr,
     opened,
     source_line,
@@ -80,6 +81,9 @@ class Draft:
 
     def source(self) -> str:
         return next((source for source in self.sources if source), "")
+
+    def is_backward(self) -> bool:
+        return any(is_backward(equation) for op in self.operations for equation in op.equations)
 
     def body(self, outputs: Sequence[Var], interner: Interner) -> tuple[Any, list[Key]]:
         """The node's jaxpr with these outputs, and what it reads for each of its inputs."""
@@ -182,6 +186,7 @@ def complete(
                 source=part.draft.source(),
                 placed=part.draft.placed,
                 reason=part.draft.reason,
+                backward=part.draft.is_backward(),
             )
             for index, (part, (inputs, outputs)) in enumerate(zip(finished, shardings, strict=True))
         ),

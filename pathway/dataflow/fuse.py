@@ -5,8 +5,8 @@ Going along a slice's nodes in program order, a node joins the group before it i
   F-1  no other slice reads what the group computes so far: it would get it later;
   F-2  what the node needs from other slices, the group needs too: otherwise its first members would start later. Host
        arrays do not count, they come with the run;
-  F-3  what the group needs from other slices, the node needs too, be it through others; unless nothing on another slice
-       comes of the node. Otherwise the forward pass of a microbatch would wait for the backward pass of the one before.
+  F-3  whatever on other slices the group comes after, the node comes after too; unless nothing on another slice comes
+       after the node. Otherwise the forward pass of a microbatch would wait for the backward pass of the one before.
 
 So a chain on one slice becomes one computation, and a backward pass takes in the sum that follows it, while the stages
 of a pipeline's microbatches, each of which is read elsewhere, stay apart. No cycle can arise: a path from a group back
@@ -59,6 +59,10 @@ def _groups(graph: Graph) -> list[list[Node]]:
             if value in producer:
                 mask |= ancestors[producer[value].index] | 1 << producer[value].index
         ancestors.append(mask)
+    everything = (1 << len(graph.nodes)) - 1
+    elsewhere = dict.fromkeys(graph.slices, everything)
+    for node in graph.nodes:
+        elsewhere[node.slice] &= ~(1 << node.index)
     leads_elsewhere = [False] * len(graph.nodes)
     for node in reversed(graph.nodes):
         after = (reader for output in node.outputs for reader in readers.get(output, ()))
@@ -73,9 +77,7 @@ def _groups(graph: Graph) -> list[list[Node]]:
         new = foreign(node) - group.foreign
         if not all(value in producer and group.ancestors >> producer[value].index & 1 for value in new):
             return False
-        return not leads_elsewhere[node.index] or all(
-            ancestors[node.index] >> producer[value].index & 1 for value in group.foreign if value in producer
-        )
+        return not leads_elsewhere[node.index] or not group.ancestors & elsewhere[node.slice] & ~ancestors[node.index]
 
     groups: list[_Group] = []
     current: dict[int, _Group] = {}
@@ -149,6 +151,7 @@ def _joined(graph: Graph, group: Sequence[Node], read: set[int], interner: Inter
         source=stages[0].source,
         placed=any(node.placed for node in group),
         donates=(),
+        backward=any(node.backward for node in group),
         reason=f"{len(group)} nodes in one: {group[0].reason}",
     )
 

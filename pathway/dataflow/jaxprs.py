@@ -279,6 +279,11 @@ def _atom(numbers: dict[Var, int], atom: Atom) -> Any:
     return (np.asarray(atom.val).tobytes(), *_type(atom)) if isinstance(atom, Literal) else numbers[atom]
 
 
+def is_backward(equation: Equation) -> bool:
+    """Whether autodiff made the equation as part of a backward pass."""
+    return "transpose(" in str(equation.source_info.name_stack)
+
+
 # Source lines -------------------------------------------------------------------------------------------------------
 
 _PATHWAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
