@@ -21,10 +21,12 @@ from pathway.client.fetch import ArrayFetch
 from pathway.client.hostvalues import aval_of, logical_value, physical_value
 from pathway.client.pending import Pending
 from pathway.client.slices import Device, Island, Slice, checked_mesh
+from pathway.config import load_settings
 from pathway.dataflow.layout import Sharding
 from pathway.dataflow.placed import check_spec
 from pathway.errors import DisconnectedError, ErrorInfo, ProgramError, SliceError, to_exception
 from pathway.transport import messages as m
+from pathway.transport.security import identity_of
 
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_SLICE_TIMEOUT_S = 60.0
@@ -36,13 +38,25 @@ _open_clients: weakref.WeakSet[Client] = weakref.WeakSet()
 class Client:
     """A connection to the scheduler at `address`, for example `tcp://head:7777`. Close it, or use it in a `with`.
 
+    A cluster with keys needs `keys`, a directory with the scheduler's public key and one's own pair, which is called
+    `client` unless `key_name` says otherwise ($PATHWAY_KEYS, $PATHWAY_KEY_NAME; see docs/security.md).
+
     Usable from any thread. Raises `ConnectError` where nobody listens: at once if the connection is refused, otherwise
     after `connect_timeout_s`.
     """
 
-    def __init__(self, address: str, *, name: str = "", connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "",
+        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        keys: str | os.PathLike[str] | None = None,
+        key_name: str | None = None,
+    ) -> None:
         self.address = address
-        self.connection = Connection(address, name or f"pid {os.getpid()}", connect_timeout_s)
+        identity = identity_of(load_settings({"keys": keys and os.fspath(keys), "key_name": key_name}), "client")
+        self.connection = Connection(address, name or f"pid {os.getpid()}", connect_timeout_s, identity)
         self.connection.open()
         self.core: ClientCore = self.connection.core
         self.core.client = self

@@ -20,6 +20,7 @@ from pathway.client.pending import Pending
 from pathway.errors import DisconnectedError, ErrorInfo, PathwayError
 from pathway.transport import messages as m
 from pathway.transport.handshake import hello
+from pathway.transport.security import Identity
 from pathway.transport.sockets import PeerGone
 from pathway.transport.threads import ThreadSafeDealer
 
@@ -33,8 +34,9 @@ class Connection:
     core: ClientCore
     peers: Peers
 
-    def __init__(self, address: str, name: str, connect_timeout_s: float) -> None:
+    def __init__(self, address: str, name: str, connect_timeout_s: float, identity: Identity | None = None) -> None:
         self.address = address
+        self._identity = identity
         self._name = name
         self._connect_timeout_s = connect_timeout_s
         self._dealer: ThreadSafeDealer | None = None
@@ -112,14 +114,17 @@ class Connection:
         self._stop = trio.Event()
         try:
             dealer, welcome = await ThreadSafeDealer.open(
-                self.address, hello("client", self._name), timeout_s=self._connect_timeout_s
+                self.address,
+                hello("client", self._name),
+                identity=self._identity,
+                timeout_s=self._connect_timeout_s,
             )
         except PathwayError as error:
             self._failed(error)
             return
         self._dealer = dealer
         self.core = ClientCore(welcome, time.monotonic())
-        self.peers = Peers(self.core, self._name, self.soon, self._serve_peer)
+        self.peers = Peers(self.core, self._name, self._identity, self.soon, self._serve_peer)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery

@@ -45,13 +45,15 @@ def connect(
     name: str = "",
     connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     preload: Sequence[str] = (),
+    keys: str | os.PathLike[str] | None = None,
+    key_name: str | None = None,
 ) -> Client:
     """Connect, and use this connection for everything that follows. The client is a context manager.
 
     Without an address, and without `$PATHWAY_ADDRESS`, a cluster is started on this machine and stopped with the
     program: two islands of four CPU devices, or what `islands` says: a number of such islands, or
     `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4}}` (devices are per host). `preload` names modules that
-    its executors import, for FFI targets.
+    its executors import, for FFI targets. `keys` and `key_name`: see `Client`.
     """
     global _default
     with _lock:
@@ -61,7 +63,7 @@ def connect(
                 "or use pathway.Client for another connection"
             )
         address = address or os.environ.get(ADDRESS_VARIABLE)
-        options = {"name": name, "connect_timeout_s": connect_timeout_s}
+        options = {"name": name, "connect_timeout_s": connect_timeout_s, "keys": keys, "key_name": key_name}
         if address is None:
             _default = _embedded(islands, preload, options)
         else:

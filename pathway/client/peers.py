@@ -21,6 +21,7 @@ from pathway.client.pending import Pending
 from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, describe
 from pathway.transport import messages as m
 from pathway.transport.bulk import BulkSender, HostBytes
+from pathway.transport.security import Identity, split_endpoint
 from pathway.transport.sockets import Delivery, PeerGone
 from pathway.transport.threads import ThreadSafeDealer
 from pathway.version import PROTOCOL_VERSION, __version__
@@ -37,10 +38,11 @@ Soon = Callable[..., None]
 class Peer:
     """The link to one executor. Until it is open, what is to be sent waits in `backlog`."""
 
-    __slots__ = ("address", "backlog", "bulk", "dealer", "fetching", "incoming", "lock", "replies")
+    __slots__ = ("address", "backlog", "bulk", "dealer", "fetching", "incoming", "lock", "replies", "where")
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.where = split_endpoint(address)[0]  # for people: without the key
         self.dealer: ThreadSafeDealer | None = None
         self.bulk: BulkSender | None = None  # for the trio thread alone
         self.backlog: list[Action] = []
@@ -70,9 +72,12 @@ class Peer:
 class Peers:
     """All bulk links of one client."""
 
-    def __init__(self, core: ClientCore, name: str, soon: Soon, start: Callable[[Peer], None]) -> None:
+    def __init__(
+        self, core: ClientCore, name: str, identity: Identity | None, soon: Soon, start: Callable[[Peer], None]
+    ) -> None:
         self._core = core
         self._name = name
+        self._identity = identity
         self._soon = soon
         self._start = start  # run `serve(peer)` in the trio thread
         self._peers: dict[str, Peer] = {}
@@ -158,9 +163,11 @@ class Peers:
             hello = m.Hello(
                 PROTOCOL_VERSION, __version__, "peer", self._name, token=self._core.token, session=self._core.session
             )
-            dealer = await ThreadSafeDealer.connect(peer.address, hello, timeout_s=connect_timeout_s)
+            dealer = await ThreadSafeDealer.connect(
+                peer.address, hello, identity=self._identity, timeout_s=connect_timeout_s
+            )
         except PathwayError as error:
-            await self._broken(peer, f"no link to the executor at {peer.address}: {error}")
+            await self._broken(peer, f"no link to the executor at {peer.where}: {error}")
             return
         try:
             peer.bulk = BulkSender(dealer.send, dealer.send_with_blob, self._soon)
@@ -168,7 +175,7 @@ class Peers:
             while True:
                 for item in await dealer.receive_batch():
                     if isinstance(item, PeerGone):
-                        await self._broken(peer, f"the link to the executor at {peer.address} broke: {item.reason}")
+                        await self._broken(peer, f"the link to the executor at {peer.where} broke: {item.reason}")
                         return
                     self._received(peer, item)
         except DisconnectedError as error:

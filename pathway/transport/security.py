@@ -18,6 +18,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
@@ -47,20 +48,22 @@ class Identity:
 
     @classmethod
     def load(cls, key_file: Path, scheduler_key_file: Path | None) -> Identity:
+        """From key files; without the second the scheduler's key is not known."""
         return cls(load_key_pair(key_file), load_public_key(scheduler_key_file) if scheduler_key_file else None)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPaths:
-    """Where the keys of a process are: what travels in settings, arguments and environments, in place of keys."""
+    """Where the keys of a process are: what travels in settings, arguments and environments, in place of keys (K-1)."""
 
     own: Path
-    scheduler: Path | None = None
-    allow_list: Path | None = None
+    scheduler: Path
+    allow_list: Path
 
     @classmethod
     def in_directory(cls, directory: Path, name: str) -> KeyPaths:
         """The paths in a directory that `pathway keygen DIR` made, for the process that uses the key `name`."""
+        directory = directory.expanduser().absolute()
         if not directory.is_dir():
             raise ConfigError(f"{directory} is no directory with keys: make one with pathway keygen {directory}")
         return cls(
@@ -69,34 +72,33 @@ class KeyPaths:
             directory / ALLOW_LIST_NAME,
         )
 
-    @classmethod
-    def of_settings(
-        cls,
-        name: str,
-        keys: Path | None = None,
-        key: Path | None = None,
-        scheduler_key: Path | None = None,
-        allowed_keys: Path | None = None,
-    ) -> KeyPaths | None:
-        """The paths that settings give: a directory with all (`keys`), from which the others make exceptions, or each by
-        itself. `name` is whose key of the directory is meant. None where nothing is set: a cluster without keys."""
-        if keys is None and key is None:
-            if scheduler_key is not None or allowed_keys is not None:
-                raise ConfigError("keys are half set: a process needs one of its own. Set key (or keys, a directory)")
-            return None
-        if keys is not None:
-            paths = cls.in_directory(keys, name)
-            return cls(key or paths.own, scheduler_key or paths.scheduler, allowed_keys or paths.allow_list)
-        assert key is not None
-        return cls(key, scheduler_key, allowed_keys)
-
     def identity(self) -> Identity:
         return Identity.load(self.own, self.scheduler)
 
-    def arguments(self) -> list[str]:
-        """The command-line arguments that give a child process these keys: paths, for all to see (K-1)."""
-        given = (("--key", self.own), ("--scheduler-key", self.scheduler))
-        return [word for flag, path in given if path is not None for word in (flag, str(path))]
+
+class KeySettings(Protocol):
+    """`pathway.config.Settings`, as far as keys are concerned."""
+
+    @property
+    def keys(self) -> str: ...
+
+    @property
+    def key_name(self) -> str: ...
+
+
+def key_paths_of(settings: KeySettings, kind: str) -> KeyPaths | None:
+    """Where the keys of a process of this kind (scheduler, worker, client) are; None in a cluster without keys."""
+    if not settings.keys:
+        if settings.key_name:
+            raise ConfigError("key_name is set, and keys is not: it is the directory where that key is")
+        return None
+    return KeyPaths.in_directory(Path(settings.keys), settings.key_name or kind)
+
+
+def identity_of(settings: KeySettings, kind: str) -> Identity | None:
+    """Who a process of this kind is; None in a cluster without keys."""
+    paths = key_paths_of(settings, kind)
+    return paths.identity() if paths is not None else None
 
 
 # -- endpoints --------------------------------------------------------------------------------------------------------
@@ -155,10 +157,12 @@ def secure_client(connector: zmq.Socket[bytes], identity: Identity | None, liste
     """Give `connector` our keys, before it connects to who must have `listener_key`."""
     if identity is None:
         if listener_key is not None:
-            raise ConfigError("this cluster uses keys, and none are set here: give --keys DIR, or set key_file")
+            raise ConfigError("this cluster uses keys, and none are set here: give --keys DIR, keys=, or PATHWAY_KEYS")
         return
     if listener_key is None:
-        raise ConfigError("the scheduler's public key is not known: set scheduler_key_file (scheduler.key)")
+        raise ConfigError(
+            "the scheduler's public key is not known: it belongs into the directory keys, as scheduler.key"
+        )
     connector.curve_serverkey = listener_key.encode()
     connector.curve_secretkey = identity.own.secret.reveal()
     connector.curve_publickey = identity.own.public.encode()
