@@ -6,10 +6,10 @@ host-major; JAX's own ids are sparse on islands of several processes and never c
 What was found out by experiment, and is relied on:
   X-1  Each launch gives a token, at the price of 0.2 us. It carries the launch's own error, holds no memory, and stays
        valid when the outputs are donated. `is_ready()` of an array is True for one that holds an error.
-  X-2  A launch takes 4 to 5 us through `execute_sharded` with result handlers, as much as `jax.jit`'s own fast path.
+  X-2  A launch takes 4 to 5 us through `execute_sharded` with result handlers, as much as `jax.jit` itself.
   X-3  A donated buffer that a numpy view refers to is copied by XLA, never overwritten. A view taken through a shard's
-       own object is forgotten with it; one taken of the array itself would be cached there and cost every later donation
-       a copy.
+       own object is forgotten with it; one taken of the array itself would be cached there and cost every later
+       donation a copy.
   X-4  Computations that XLA finds cheap, and those on one device which it runs at once, end within the launch, and
        their errors are raised by it.
 """
@@ -69,7 +69,7 @@ class Backend:
         jax.config.update("jax_platforms", platform)
         jax.config.update("jax_enable_x64", True)  # nothing is traced here, and no dtype may be narrowed
         jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours
-        if platform == "cpu":
+        if platform == "cpu" and jax.config.jax_num_cpu_devices != devices:
             jax.config.update("jax_num_cpu_devices", devices)
         if hosts > 1:
             if platform == "cpu":
@@ -95,11 +95,9 @@ class Backend:
         )
         self._shardings: dict[tuple[Sharding, tuple[int, ...]], NamedSharding] = {}
 
-    # -- computations ----------------------------------------------------------------------------------------------------
+    # -- computations ------------------------------------------------------------------------------------------------
 
-    def compile(
-        self, key: str, metadata: ComputationMetadata, artifact: bytes, devices: tuple[int, ...]
-    ) -> Compiled:
+    def compile(self, key: str, metadata: ComputationMetadata, artifact: bytes, devices: tuple[int, ...]) -> Compiled:
         """Compile, or load from the disk cache. Any thread. Raises `CompileError` with XLA's message."""
         try:
             execute = self._executable(key, artifact, devices).execute_sharded
@@ -150,7 +148,7 @@ class Backend:
             cache.put(name, content)
         return executable
 
-    # -- arrays ------------------------------------------------------------------------------------------------------------
+    # -- arrays ------------------------------------------------------------------------------------------------------
 
     def _named(self, sharding: Sharding, devices: tuple[int, ...]) -> NamedSharding:
         known = self._shardings.get((sharding, devices))
@@ -168,8 +166,8 @@ class Backend:
         return any(device in local for device in layout.devices)
 
     def array(self, layout: Layout, shards: Mapping[int, HostArray]) -> Array:
-        """The array whose shards on this host's devices are `shards`, by island index. The data is not copied where that
-        can be avoided, so it must never change; it is kept alive."""
+        """The array whose shards on this host's devices are `shards`, by island index. The data is not copied where
+        that can be avoided, so it must never change; it is kept alive."""
         aval = layout.aval
         local = [device for device in layout.devices if device in self.local]
         return pxla.batched_device_put(  # type: ignore[no-any-return]
@@ -191,16 +189,21 @@ class Backend:
         for device, region in zip(layout.devices, regions, strict=True):
             if device in self.local:
                 if region not in parts:
-                    parts[region] = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in region)])
+                    parts[region] = dense(whole[tuple(slice(*bounds) for bounds in region)])
                 shards[device] = parts[region]
         return self.array(layout, shards)
 
     def view(self, array: Array, layout: Layout, device: int) -> HostArray:
-        """What the shard on `device`, one of this host's, holds: without a copy where the device's memory is the host's.
+        """What the shard on `device`, one of this host's, holds: without a copy where the device has the host's memory.
         Waits for it. Raises what the computation of it raised."""
         local = [index for index in layout.devices if index in self.local]
         shard = array.addressable_data(local.index(device))  # X-3: through an object of its own
-        return np.ascontiguousarray(shard)
+        return np.asarray(shard, order="C")
+
+
+def dense(view: HostArray) -> HostArray:
+    """The same elements next to one another, in C order: the same memory where they already are."""
+    return np.asarray(view, order="C")
 
 
 def copy_on_device(array: Array) -> Array:
@@ -220,8 +223,8 @@ def wait_for_array(array: Array) -> None:
 
 def is_ready(arrays: Sequence[Array]) -> bool:
     """Whether all are computed, as values or as errors. A donated one says nothing any more: False."""
-    for array in arrays:
-        if array.is_deleted() or not array.is_ready():
+    for array in arrays:  # noqa: SIM110 (a generator costs more than this loop)
+        if array.is_deleted() or not array.is_ready():  # type: ignore[attr-defined]
             return False
     return True
 
@@ -243,4 +246,6 @@ def describe_failure(error: BaseException, **where: Any) -> ErrorInfo:
     if isinstance(error, PathwayError) and error.info is not None:
         return error.info
     kind = error_kind(error)
-    return ErrorInfo(kind.__name__, str(error), original=f"{type(error).__module__}.{type(error).__qualname__}", **where)
+    return ErrorInfo(
+        kind.__name__, str(error), original=f"{type(error).__module__}.{type(error).__qualname__}", **where
+    )

@@ -6,20 +6,26 @@ this host are left out; so are the pieces of edges that do not concern it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pathway.dataflow.layout import Layout, Region, numpy_dtype
 from pathway.dataflow.plan import Edge, Execute, Gang, Part, Send
 from pathway.dataflow.reshard import Piece, edge_pieces
-from pathway.errors import ErrorInfo
+from pathway.errors import ErrorInfo, ExecutionError
+from pathway.executor.backend import Launch
 from pathway.executor.gangs import PartInfo
 
-Step = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Wanted = tuple[str, tuple[int, ...]]
+"""What has to be compiled: (content hash, devices)."""
+
+Step = tuple[Launch, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """(launch, input slots, output slots, slots to free)"""
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Host:
     """Where this process stands in its island."""
 
     island: str
@@ -76,7 +82,8 @@ class BoundArrival(NamedTuple):
 
 class BoundGang:
     """`segments`: steps, and the sends after them. `external`: the slots that the gang reads and did not write.
-    `watched`: slots that are computed when all of the gang is. `nodes[k]`: the node of the k-th launch."""
+    `watched`: slots that are computed only when all of the gang is (none: only the tokens know). `nodes[k]`: the node
+    of the k-th launch."""
 
     __slots__ = (
         "cost_us", "external", "lane", "nodes", "number", "results", "segments", "watched", "writes"
@@ -101,7 +108,7 @@ class BoundGang:
 class BoundPart:
     """A part on this host."""
 
-    __slots__ = ("arguments", "arrivals", "gangs", "info", "part", "result_bytes", "results", "slot_count")
+    __slots__ = ("arguments", "arrivals", "gangs", "info", "part", "result_bytes", "results", "sends", "slot_count")
 
     def __init__(self, part: Part, info: PartInfo) -> None:
         self.part = part
@@ -111,6 +118,7 @@ class BoundPart:
         self.results: tuple[tuple[int, Layout], ...] = ()  # (result number, layout)
         self.result_bytes: tuple[int, ...] = ()  # on this host
         self.arrivals: tuple[BoundArrival, ...] = ()
+        self.sends: dict[int, BoundSend] = {}  # by edge
         self.gangs: tuple[BoundGang, ...] = ()
 
     def where(self, host: Host, node: int) -> dict[str, Any]:
@@ -128,10 +136,10 @@ class BoundPart:
         }
 
 
-def local_computations(part: Part, host: Host) -> dict[tuple[str, tuple[int, ...]], int]:
+def local_computations(part: Part, host: Host) -> dict[Wanted, int]:
     """What this host must compile for the part: (content hash, devices), with the first node that needs it."""
     local = host.local
-    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    found: dict[Wanted, int] = {}
     for gang in part.gangs:
         for step in gang.steps:
             if isinstance(step, Execute) and any(device in local for device in step.devices):
@@ -139,17 +147,10 @@ def local_computations(part: Part, host: Host) -> dict[tuple[str, tuple[int, ...
     return found
 
 
-def bind(
-    part: Part,
-    info: PartInfo,
-    host: Host,
-    launches: Mapping[tuple[str, tuple[int, ...]], Callable[..., Any]],
-    devices_per_host: Mapping[str, int],
-) -> BoundPart:
-    """Bind a part whose computations are compiled. `devices_per_host`: of every island that it has an edge with."""
+def bind(part: Part, info: PartInfo, host: Host, devices_per_host: Mapping[str, int]) -> BoundPart:
+    """Bind a part. `devices_per_host`: of every island that it has an edge with. Its computations may still be under
+    way: all but its gangs' launches is known without them, and `bind_launches` adds those."""
     bound = BoundPart(part, info)
-    donated = {step.inputs[i] for gang in part.gangs for step in gang.steps if isinstance(step, Execute) for i in step.donates}
-    sends = {edge.index: _bind_send(edge, host, devices_per_host, edge.source_slot in donated) for edge in part.edges_out}
     bound.arrivals = tuple(
         _bind_arrival(edge, host, devices_per_host)
         for edge in part.edges_in
@@ -157,27 +158,30 @@ def bind(
     )
     bound.results = tuple((number, part.slots[slot]) for number, slot in part.results)
     bound.result_bytes = tuple(local_nbytes(layout, host) for _, layout in bound.results)
-    index_of_result = {number: index for index, (number, _) in enumerate(part.results)}
-    edge_slots = {edge.index: edge.target_slot for edge in part.edges_in}
-    bound.gangs = tuple(
-        _bind_gang(number, gang, part, info, host, launches, sends, edge_slots, index_of_result)
-        for number, gang in enumerate(part.gangs)
-    )
+    donated = {
+        step.inputs[position]
+        for gang in part.gangs
+        for step in gang.steps
+        if isinstance(step, Execute)
+        for position in step.donates
+    }
+    bound.sends = {
+        edge.index: _bind_send(edge, host, devices_per_host, edge.source_slot in donated) for edge in part.edges_out
+    }
+    bind_launches(bound, host, {})
     return bound
 
 
-def _bind_gang(
-    number: int,
-    gang: Gang,
-    part: Part,
-    info: PartInfo,
-    host: Host,
-    launches: Mapping[tuple[str, tuple[int, ...]], Callable[..., Any]],
-    sends: Mapping[int, BoundSend],
-    edge_slots: Mapping[int, int],
-    index_of_result: Mapping[int, int],
-) -> BoundGang:
+def bind_launches(bound: BoundPart, host: Host, launches: Mapping[Wanted, Launch]) -> None:
+    """Make the part's gangs with `launches`. One whose launches are missing can only be poisoned."""
+    bound.gangs = tuple(_bind_gang(number, gang, bound, host, launches) for number, gang in enumerate(bound.part.gangs))
+
+
+def _bind_gang(number: int, gang: Gang, whole: BoundPart, host: Host, launches: Mapping[Wanted, Launch]) -> BoundGang:
     local = host.local
+    part = whole.part
+    edge_slots = {edge.index: edge.target_slot for edge in part.edges_in}
+    index_of_result = {number: index for index, (number, _) in enumerate(part.results)}
     bound = BoundGang(number)
     external: dict[int, None] = dict.fromkeys(gang.arguments)
     external.update((edge_slots[edge], None) for edge in gang.waits)
@@ -193,7 +197,7 @@ def _bind_gang(
         external.update((slot, None) for slot in inputs if slot not in written)
         freed.update(step.frees)
         if isinstance(step, Send):
-            send = sends[step.edge]._replace(frees=step.frees)
+            send = whole.sends[step.edge]._replace(frees=step.frees)
             if send.pieces or any(device in local for device in send.source.devices):
                 here.append(send)
             continue
@@ -205,21 +209,25 @@ def _bind_gang(
             steps, here = [], []
         read.update(step.inputs)
         executed.append(step)
-        steps.append((launches[step.computation, step.devices], step.inputs, step.outputs, step.frees))
+        steps.append(
+            (launches.get((step.computation, step.devices), _not_compiled), step.inputs, step.outputs, step.frees)
+        )
     segments.append((tuple(steps), tuple(here)))
     slot_of_result = dict(part.results)
     bound.segments = tuple(segments)
     bound.external = tuple(external)
     bound.writes = tuple(written)
     bound.nodes = tuple(step.node for step in executed)
-    bound.watched = tuple(
-        next(slot for slot in step.outputs if slot not in freed)
-        for step in executed
-        if not read.intersection(step.outputs) and not freed.issuperset(step.outputs)
-    )
-    bound.results = tuple((index_of_result[n], slot_of_result[n]) for n in info.gangs[number].results)
+    last = [step.outputs for step in executed if not read.intersection(step.outputs)]
+    if not any(freed.issuperset(outputs) for outputs in last):
+        bound.watched = tuple(next(slot for slot in outputs if slot not in freed) for outputs in last)
+    bound.results = tuple((index_of_result[n], slot_of_result[n]) for n in whole.info.gangs[number].results)
     bound.lane = min((d for step in executed for d in step.devices if d in local), default=local[0])
     return bound
+
+
+def _not_compiled(arguments: Sequence[Any], tokens: list[Any]) -> list[Any]:
+    raise ExecutionError("the computation is not compiled")
 
 
 def _bind_send(edge: Edge, host: Host, devices_per_host: Mapping[str, int], copies: bool) -> BoundSend:

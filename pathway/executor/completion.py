@@ -66,9 +66,7 @@ class Lanes:
                 queue = self._queues.get(lane)
                 if queue is None:
                     queue = self._queues[lane] = SimpleQueue()
-                    threading.Thread(
-                        target=self._run, args=(queue,), name=f"pathway-wait-{lane}", daemon=True
-                    ).start()
+                    threading.Thread(target=self._run, args=(queue,), name=f"pathway-wait-{lane}", daemon=True).start()
         queue.put(job)
 
     def _run(self, queue: SimpleQueue[Job]) -> None:
@@ -80,8 +78,8 @@ class Lanes:
 
 
 class Dispatcher:
-    """The thread that launches gangs which would hold up the trio thread. While it has work, everything goes through it:
-    that is how the order is kept (O-1)."""
+    """The thread that launches gangs which would hold up the trio thread. While it has work, everything goes through
+    it: that is how the order is kept (O-1)."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()

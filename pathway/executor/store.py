@@ -1,12 +1,12 @@
-"""The buffers that this host keeps, under (session, buffer): values, errors in the place of values, and what is to come.
+"""The buffers that this host keeps, under (session, buffer): values, errors in place of values, and what is to come.
 
 Invariants
   S-1  A buffer has one cell, made before the value: by the run that will produce it, the put that will bring it, or the
        fetch that came first. Whoever reads the buffer holds the cell, so a release never takes it from a reader.
   S-2  A cell's value is set once to an array, `ABSENT` or a `Poison`; later only an error may replace an array, when
        the computation turns out to have failed.
-  S-3  A cell is settled once, when its value is computed and known to be sound, or is an error. Fetches are answered from
-       settled cells; those that came earlier are kept in the cell, and each is answered once.
+  S-3  A cell is settled once, when its value is computed and known to be sound, or is an error. Fetches are answered
+       from settled cells; those that came earlier are kept in the cell, and each is answered once.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ CLOSED_SESSIONS_REMEMBERED = 1024
 
 
 class Store:
-    """The cells by session. Used in the trio thread only; the cells themselves are filled by whichever thread launches."""
+    """The cells by session. Used in the trio thread only; the cells are filled by whichever thread launches."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, dict[int, Cell]] = {}
@@ -122,12 +122,12 @@ class Store:
             del self._sessions[session]
         return orphans
 
-    def close(self, session: int) -> list[Cell]:
-        """Forget all buffers of a session, and ignore it from now on. Returns the cells that were not settled."""
+    def close(self, session: int) -> None:
+        """Forget all buffers of a session, and ignore it from now on."""
         self._closed[session] = None
         if len(self._closed) > CLOSED_SESSIONS_REMEMBERED:
             del self._closed[next(iter(self._closed))]
-        return [cell for cell in self._sessions.pop(session, {}).values() if not cell.settled]
+        self._sessions.pop(session, None)
 
     def is_closed(self, session: int) -> bool:
         return session in self._closed

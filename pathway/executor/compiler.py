@@ -1,0 +1,83 @@
+"""Compiling off the dispatch thread, in parallel, each computation once per set of devices (O-3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from pathway.dataflow.computation import ComputationMetadata
+from pathway.errors import CompileError, ErrorInfo, describe
+from pathway.executor.backend import Backend, Compiled
+from pathway.executor.bind import Wanted
+from pathway.executor.completion import Outbox
+from pathway.transport.messages import RegisterComputation
+
+Failures = dict[Wanted, ErrorInfo]
+
+_metadata_decoder = msgspec.msgpack.Decoder(ComputationMetadata)
+
+
+class Compiler:
+    """What is registered, what is compiled, and who waits for what. Used in the trio thread."""
+
+    def __init__(self, backend: Backend, outbox: Outbox) -> None:
+        self._backend = backend
+        self._outbox = outbox
+        self._registered: dict[str, RegisterComputation] = {}
+        self.compiled: dict[Wanted, Compiled] = {}
+        self._failed: Failures = {}
+        self._waiting: dict[Wanted, list[Callable[[], None]]] = {}
+        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pathway-compile")
+
+    def register(self, message: RegisterComputation) -> None:
+        self._registered.setdefault(message.key, message)
+
+    def ensure(self, wanted: Iterable[Wanted], done: Callable[[Failures], None]) -> None:
+        """Have all of `wanted` compiled; then call `done` with those that cannot be. At once when nothing is to do."""
+        wanted = tuple(wanted)
+        open_ = {item for item in wanted if item not in self.compiled and item not in self._failed}
+
+        def finish() -> None:
+            done({item: self._failed[item] for item in wanted if item in self._failed})
+
+        if not open_:
+            finish()
+            return
+        left = len(open_)
+
+        def one_ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                finish()
+
+        for item in open_:
+            waiting = self._waiting.get(item)
+            if waiting is not None:
+                waiting.append(one_ended)
+                continue
+            self._waiting[item] = [one_ended]
+            self._threads.submit(self._compile, item, self._registered.get(item[0]))
+
+    def _compile(self, item: Wanted, registered: RegisterComputation | None) -> None:
+        """On a thread of the pool."""
+        result: Compiled | ErrorInfo
+        try:
+            if registered is None:
+                raise CompileError(f"computation {item[0]} was never registered here")
+            metadata = _metadata_decoder.decode(registered.metadata)
+            result = self._backend.compile(item[0], metadata, registered.artifact, item[1])
+        except Exception as error:
+            result = describe(error, CompileError)
+        self._outbox.put(lambda: self._compile_ended(item, result))
+
+    def _compile_ended(self, item: Wanted, result: Compiled | ErrorInfo) -> None:
+        if isinstance(result, Compiled):
+            self.compiled[item] = result
+        else:
+            self._failed[item] = result
+        for callback in self._waiting.pop(item):
+            callback()

@@ -1,0 +1,129 @@
+"""Data on its way from this host: values along edges, to whatever host wants pieces of them, and shards to clients.
+
+Between islands the sender pushes each piece as soon as the value is computed (design, section 7); the receiver needs
+no negotiation, since both sides work out the same pieces. Between devices of this very host nothing touches a socket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from pathway.dataflow.layout import Region
+from pathway.errors import DeletedError, ErrorInfo
+from pathway.executor import backend as xla
+from pathway.executor.arrivals import EdgeArrivals
+from pathway.executor.bind import BoundSend, Host, OutgoingPiece
+from pathway.executor.completion import Lanes
+from pathway.executor.links import PeerLinks
+from pathway.executor.runs import Run
+from pathway.executor.store import ABSENT, Cell, Poison, Store
+from pathway.transport import messages as m
+from pathway.transport.bulk import BulkSender, HostBytes, as_bytes
+
+
+class EdgeDepartures:
+    """Sends values along edges. Implements `runs.Sender`."""
+
+    def __init__(self, host: Host, backend: xla.Backend, links: PeerLinks, arrivals: EdgeArrivals) -> None:
+        self._host = host
+        self._backend = backend
+        self._links = links
+        self._arrivals = arrivals
+        self._transfers = itertools.count(1)
+
+    def push(self, run: Run, send: BoundSend, value: Any) -> None:
+        """Send a computed value. Trio thread."""
+        self.prepare(run, send, value)()
+
+    def prepare(self, run: Run, send: BoundSend, value: Any) -> Callable[[], None]:
+        """Wait for the value; return what sends it. Any thread."""
+        try:
+            views = {piece.source: self._backend.view(value, send.source, piece.source) for piece in send.pieces}
+            parts = [(piece, views[piece.source][piece.within]) for piece in send.pieces]
+            data = [part if self._is_here(send, piece) else as_bytes(xla.dense(part)) for piece, part in parts]
+        except Exception as caught:
+            error = xla.describe_failure(caught)
+            return lambda: self.fail(run, send, error)
+
+        def post() -> None:
+            for piece, part in zip(send.pieces, data, strict=True):
+                self._post(run, send, piece, part)
+
+        return post
+
+    def _is_here(self, send: BoundSend, piece: OutgoingPiece) -> bool:
+        return send.target_island == self._host.island and piece.target_host == self._host.index
+
+    def _post(self, run: Run, send: BoundSend, piece: OutgoingPiece, data: Any) -> None:
+        if self._is_here(send, piece):
+            self._arrivals.array_came(run.session, run.run, send.edge, (piece.device, piece.region), data)
+            return
+        transfer = next(self._transfers)
+        header = m.EdgeShard(
+            transfer, run.session, run.run, send.edge, piece.device, piece.region, data.nbytes
+        )  # fmt: skip
+        self._links.send_bulk(send.target_island, piece.target_host, header, transfer, data)
+
+    def fail(self, run: Run, send: BoundSend, error: ErrorInfo) -> None:
+        """Tell the other side that nothing will come. Trio thread."""
+        for target in send.target_hosts:
+            if send.target_island == self._host.island and target == self._host.index:
+                self._arrivals.failed(run.session, run.run, send.edge, error)
+            else:
+                message = m.EdgeFailed(run.session, run.run, send.edge, error)
+                self._links.post(send.target_island, target, message)
+
+
+class Fetches:
+    """Answers clients that ask for shards."""
+
+    def __init__(self, backend: xla.Backend, store: Store, lanes: Lanes) -> None:
+        self._backend = backend
+        self._store = store
+        self._lanes = lanes
+        self._transfers = itertools.count(1)
+
+    def fetch(self, request: m.Fetch, post: Callable[[m.Message], None], sender: BulkSender) -> None:
+        """Answer now, or when the buffer is settled. Trio thread."""
+        cell = self._store.find_or_park(request.session, request.buffer)
+        if cell is None:
+            post(m.FetchFailed(request.request, _gone(request)))
+        else:
+            cell.when_settled(lambda: self._answer(request, cell, post, sender))
+
+    def _answer(self, request: m.Fetch, cell: Cell, post: Callable[[m.Message], None], sender: BulkSender) -> None:
+        value, layout = cell.value, cell.layout
+        if type(value) is Poison:
+            post(m.FetchFailed(request.request, value.error))
+            return
+        if value is None or value is ABSENT or layout is None or not set(request.devices) <= set(layout.devices):
+            post(m.FetchFailed(request.request, _gone(request)))
+            return
+
+        def collect() -> Callable[[], None]:
+            try:
+                shards = []
+                for device in request.devices:
+                    region = layout.region(layout.devices.index(device))
+                    shards.append((device, region, as_bytes(self._backend.view(value, layout, device))))
+            except Exception as caught:
+                error = xla.describe_failure(caught)
+                return lambda: post(m.FetchFailed(request.request, error))
+            return lambda: self._reply(request, shards, sender)
+
+        if xla.is_ready([value]) or value.is_deleted():
+            collect()()
+        else:
+            self._lanes.submit(request.devices[0] if request.devices else 0, collect)
+
+    def _reply(self, request: m.Fetch, shards: list[tuple[int, Region, HostBytes]], sender: BulkSender) -> None:
+        for device, region, data in shards:
+            transfer = next(self._transfers)
+            header = m.FetchedShard(transfer, request.request, device, region, len(data))
+            sender.send(header, transfer, data)
+
+
+def _gone(request: m.Fetch) -> ErrorInfo:
+    return ErrorInfo(DeletedError.__name__, f"buffer {request.buffer} is not here any more")

@@ -1,0 +1,382 @@
+"""The executor child process: one host's devices, behind an island's leader or follower core.
+
+This is the shell. Messages become events of the core, the core's instructions are carried out by the parts that own the
+work: `runs` launches, `arrivals` and `departures` move data, `compiler` compiles, `store` keeps. Bulk does not pass
+through the core. All state is the trio thread's; other threads only wait, compile and launch.
+
+When the scheduler's connection breaks, the executor goes on serving what it has: whether it lives is the supervisor's
+decision. A follower whose leader is gone ends, for its island is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import trio
+
+from pathway.dataflow.plan import Part
+from pathway.errors import ErrorInfo, PathwayError, describe
+from pathway.executor import gangs as g
+from pathway.executor.arrivals import EdgeArrivals, PutArrivals
+from pathway.executor.backend import Backend
+from pathway.executor.bind import BoundPart, Host, bind, bind_launches, failure, local_computations, local_nbytes
+from pathway.executor.compiler import Compiler, Failures
+from pathway.executor.completion import Lanes, Outbox
+from pathway.executor.departures import EdgeDepartures, Fetches
+from pathway.executor.follower import FollowerCore
+from pathway.executor.leader import LeaderCore
+from pathway.executor.links import PeerLinks
+from pathway.executor.peers import PeerSocket
+from pathway.executor.runs import Launcher, Run
+from pathway.executor.store import Store
+from pathway.executor.trace import Tracing
+from pathway.transport import messages as m
+from pathway.transport.authenticator import Gate
+from pathway.transport.bulk import BulkSender, HostBytes
+from pathway.transport.security import Identity
+from pathway.transport.sockets import Dealer, PeerGone, hello
+
+log = logging.getLogger(__name__)
+
+_arguments_decoder = msgspec.msgpack.Decoder(tuple[int | bytes, ...])
+_part_decoder = msgspec.msgpack.Decoder(Part)
+
+
+class LeaderLost(Exception):
+    """The island's leader is gone, and so is the island."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the supervisor tells its child. `peer_host` is the interface that other executors and clients reach."""
+
+    scheduler: str
+    host: Host
+    platform: str
+    peer_host: str
+    identity: Identity | None = None
+
+
+class Executor:
+    """One host of an island."""
+
+    def __init__(self, settings: Settings, backend: Backend, nursery: trio.Nursery, gate: Gate | None) -> None:
+        self._settings = settings
+        self._host = host = settings.host
+        self._backend = backend
+        self._nursery = nursery
+        self._scheduler: Dealer | None = None
+        self._leader: Dealer | None = None
+        self._leader_wanted = host.index > 0
+        self._for_leader: list[m.Message] = []  # until the link is open
+        self._core: Any = LeaderCore(host.hosts, host.devices_per_host) if host.index == 0 else FollowerCore()
+        self._events: deque[Any] = deque()
+        self._handling = False
+        self._gangs_done: list[tuple[int, int, int]] = []
+        self._parts_finished: list[tuple[int, int]] = []
+        self._reported_busy_us = 0
+        self._plans: dict[tuple[int, int], BoundPart] = {}
+        self._runs: dict[tuple[int, int], Run] = {}
+
+        self._outbox = Outbox(trio.lowlevel.current_trio_token(), self.settle)
+        self._lanes = Lanes(self._outbox)
+        self._store = Store()
+        self._compiler = Compiler(backend, self._outbox)
+        self._peers = PeerSocket(self, host, settings.peer_host, gate, self._outbox.put)
+        self._links = PeerLinks(nursery, self._peers.own_hello, self._outbox.put, settings.identity)
+        self._edges = EdgeArrivals(backend, self._edge_arrived, self._store.is_closed)
+        self._puts = PutArrivals(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
+        departures = EdgeDepartures(host, backend, self._links, self._edges)
+        self._fetches = Fetches(backend, self._store, self._lanes)
+        self._launcher = Launcher(host, self._store, self._lanes, self._outbox, departures, self)
+        self._tracing = Tracing(self._launcher)
+        self._perform: dict[type, Callable[[Any], None]] = {
+            g.Launch: lambda i: self._launcher.launch(self._runs[i.session, i.run], i.gang),
+            g.Begin: self._begin,
+            g.End: self._end,
+            g.SendToScheduler: lambda i: self._to_scheduler(i.message),
+            g.SendToFollowers: lambda i: self._peers.to_followers(i.message),
+            g.SendToLeader: self._to_leader,
+            g.Poison: lambda i: self._launcher.poison(self._runs[i.session, i.run], i.gang, i.error),
+            g.Put: lambda i: self._puts.announce(i.message.session, i.message.buffer, i.message.layout, i.message.data),
+            g.Free: self._free,
+            g.ForgetPlan: self._forget_plan,
+            g.DropSession: self._drop_session,
+        }
+        self._receive: dict[type, Callable[[Any], None]] = {
+            m.StartPart: self._start_part,
+            m.RegisterPart: self._register_part,
+            m.RegisterComputation: self._compiler.register,
+            m.CloseSession: self._close_session,
+            m.Directory: self._directory,
+            m.AccessList: self._peers.learn_access,
+            m.Pong: lambda message: None,
+            m.Goodbye: lambda message: log.info("the scheduler says goodbye: %s", message.reason),
+        }
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Join the scheduler and serve until cancelled."""
+        introduction = hello("executor", self._host.name)
+        self._scheduler, welcome = await Dealer.open(
+            self._settings.scheduler, introduction, identity=self._settings.identity
+        )
+        self._nursery.start_soon(self._peers.serve)
+        self._scheduler.post(
+            m.ExecutorReady(
+                self._host.island,
+                self._host.incarnation,
+                self._host.index,
+                self._peers.address,
+                self._backend.device_kind,
+                self._host.devices_per_host,
+                os.getpid(),
+            )
+        )
+        self._scheduler.flush()
+        self._nursery.start_soon(self._heartbeat, welcome.heartbeat_s)
+        await self._serve_scheduler(self._scheduler)
+
+    def close(self) -> None:
+        """End all links; what was sent still leaves."""
+        self.flush()
+        for dealer in (self._scheduler, self._leader):
+            if dealer is not None:
+                dealer.close(linger_s=0.2)
+        self._peers.close()
+        self._links.close()
+
+    async def _serve_scheduler(self, dealer: Dealer) -> None:
+        while True:
+            for item in await dealer.receive_batch():
+                if isinstance(item, PeerGone):
+                    log.warning("the scheduler is gone (%s): going on with what is here", item.reason)
+                    self._scheduler = None
+                    return
+                for message in item.messages:
+                    handle = self._receive.get(type(message))
+                    if handle is not None:
+                        handle(message)
+                    elif isinstance(message, m.Refused):
+                        raise PathwayError(f"the scheduler refuses this executor: {message.kind}: {message.reason}")
+                    elif self._host.index == 0:
+                        self.handle(message)
+            self.settle()
+
+    async def _heartbeat(self, heartbeat_s: float) -> None:
+        number = 0
+        while self._scheduler is not None:
+            number += 1
+            self._scheduler.post(m.Ping(number))
+            if self._host.index == 0:
+                self._scheduler.post(self._report())
+            self._scheduler.flush()
+            await trio.sleep(heartbeat_s)
+
+    def _report(self) -> m.ExecutorReport:
+        waits = tuple(self._core.waits(time.monotonic()))
+        return m.ExecutorReport(tuple(self._store.usage()), waits, self._launcher.busy_us())
+
+    # -- events and instructions -------------------------------------------------------------------------------------
+
+    def handle(self, event: Any) -> None:
+        """Give the core an event and carry out what it says. Events that arise meanwhile come after it."""
+        events = self._events
+        events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            perform = self._perform
+            while events:
+                for instruction in self._core.handle(events.popleft(), time.monotonic()):
+                    perform[type(instruction)](instruction)
+                if self._gangs_done and not events:
+                    done, self._gangs_done = tuple(self._gangs_done), []
+                    events.append(self._own(m.GangsDone(done)))
+        finally:
+            self._handling = False
+
+    def _own(self, report: m.Message) -> Any:
+        return g.HostReported(0, report) if self._host.index == 0 else report
+
+    def settle(self) -> None:
+        """The end of a batch of anything: report what ended, and let all that was posted leave."""
+        if self._gangs_done:
+            done, self._gangs_done = tuple(self._gangs_done), []
+            self.handle(self._own(m.GangsDone(done)))
+        self.flush()
+
+    def flush(self) -> None:
+        if self._scheduler is not None:
+            self._post_parts_finished(self._scheduler)
+            self._scheduler.flush()
+        if self._leader is not None:
+            self._leader.flush()
+        self._peers.flush()
+        self._links.flush()
+
+    def _to_scheduler(self, message: m.Message) -> None:
+        if self._scheduler is None:
+            return
+        if isinstance(message, m.PartsFinished):
+            self._parts_finished += message.parts
+            return
+        self._post_parts_finished(self._scheduler)
+        self._scheduler.post(message)
+
+    def _post_parts_finished(self, scheduler: Dealer) -> None:
+        if self._parts_finished:
+            parts, self._parts_finished = tuple(self._parts_finished), []
+            busy_us = self._launcher.busy_us()
+            scheduler.post(m.PartsFinished(parts, busy_us - self._reported_busy_us))
+            self._reported_busy_us = busy_us
+
+    # -- runs --------------------------------------------------------------------------------------------------------
+
+    def _start_part(self, message: m.StartPart) -> None:
+        self.handle(g.PartSubmitted(message, _arguments_decoder.decode(message.arguments)))
+
+    def _begin(self, instruction: g.Begin) -> None:
+        message = instruction.message
+        key = (message.session, message.run)
+        part = self._plans[message.session, message.plan]
+        run = self._runs[key] = self._launcher.begin(
+            *key, part, message.first_result, instruction.arguments, self._backend.array_of_bytes
+        )
+        self._edges.begin(run)
+
+    def _end(self, instruction: g.End) -> None:
+        self._runs.pop((instruction.session, instruction.run), None)
+        self._edges.end(instruction.session, instruction.run)
+
+    def gang_done(self, session: int, run: int, gang: int) -> None:
+        self._gangs_done.append((session, run, gang))
+
+    def gang_failed(self, session: int, run: int, gang: int, error: ErrorInfo) -> None:
+        self.handle(self._own(m.GangFailed(session, run, gang, error)))
+
+    def _edge_arrived(self, session: int, run: int, edge: int, error: ErrorInfo | None) -> None:
+        self.handle(self._own(m.EdgeArrived(session, run, edge, error)))
+
+    def _buffer_arrived(self, session: int, buffer: int, error: ErrorInfo | None) -> None:
+        self.handle(self._own(m.BufferArrived(session, buffer, error)))
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def _register_part(self, message: m.RegisterPart) -> None:
+        key = (message.session, message.plan)
+        try:
+            part = g.with_result_gangs(_part_decoder.decode(message.payload))
+            info = g.part_info(part, self._host.devices_per_host)
+            bound = bind(part, info, self._host, self._links.devices_per_host())
+        except Exception as error:
+            self._to_scheduler(m.PartRefused(*key, describe(error)))
+            return
+        self._plans[key] = bound
+        wanted = local_computations(part, self._host)
+
+        def compiled(failures: Failures) -> None:
+            error = None
+            if failures:
+                item, cause = next(iter(failures.items()))
+                error = failure(bound, self._host, wanted[item], cause)
+            else:
+                launches = {item: self._compiler.compiled[item].launch for item in wanted}
+                bind_launches(bound, self._host, launches)
+            self.handle(self._own(m.PartBound(*key, error)))
+
+        self.handle(g.PartRegistered(*key, info))
+        self._compiler.ensure(wanted, compiled)
+
+    def _forget_plan(self, instruction: g.ForgetPlan) -> None:
+        self._plans.pop((instruction.session, instruction.plan), None)
+
+    # -- buffers and sessions ----------------------------------------------------------------------------------------
+
+    def _free(self, instruction: g.Free) -> None:
+        self._puts.free(instruction.session, instruction.buffers)
+        for cell in self._store.free(instruction.session, instruction.buffers):
+            cell.settle()
+
+    def _close_session(self, message: m.CloseSession) -> None:
+        self.handle(message if self._host.index == 0 else g.SessionClosed(message.session))
+
+    def _drop_session(self, instruction: g.DropSession) -> None:
+        session = instruction.session
+        self._store.close(session)
+        self._puts.close(session)
+        self._edges.close(session)
+        self._tracing.close(session)
+        for key in [key for key in self._plans if key[0] == session]:
+            del self._plans[key]
+        for key in [key for key in self._runs if key[0] == session]:
+            del self._runs[key]
+
+    # -- the leader and its followers, and the other islands ---------------------------------------------------------
+
+    def _directory(self, message: m.Directory) -> None:
+        self._links.learn(message)
+        if self._leader_wanted:
+            own = next((entry for entry in message.islands if entry.island == self._host.island), None)
+            if own is not None and own.incarnation == self._host.incarnation:
+                self._leader_wanted = False
+                self._nursery.start_soon(self._follow, own.hosts[0])
+
+    async def _follow(self, address: str) -> None:
+        """A follower's link to its leader."""
+        dealer = await Dealer.connect(address, self._peers.own_hello(), identity=self._settings.identity)
+        self._leader = dealer
+        dealer.post(m.FollowerHello(self._host.index, self._host.incarnation))
+        for message in self._for_leader:
+            dealer.post(message)
+        self._for_leader.clear()
+        dealer.flush()
+        while True:
+            for item in await dealer.receive_batch():
+                if isinstance(item, PeerGone):
+                    raise LeaderLost(f"the leader of island {self._host.island} is gone: {item.reason}")
+                for message in item.messages:
+                    if isinstance(message, m.StartPart):
+                        self._start_part(message)
+                    elif isinstance(message, m.Refused):
+                        raise LeaderLost(f"the leader refuses this host: {message.reason}")
+                    else:
+                        self.handle(message)
+            self.settle()
+
+    def _to_leader(self, instruction: g.SendToLeader) -> None:
+        if self._leader is None:
+            self._for_leader.append(instruction.message)
+        else:
+            self._leader.post(instruction.message)
+
+    # -- bulk, which the peer socket brings --------------------------------------------------------------------------
+
+    def edge_piece_came(self, message: m.EdgeShard, data: HostBytes) -> None:
+        name = (message.device, message.region)
+        self._edges.bytes_came(message.session, message.run, message.edge, name, data)
+
+    def edge_failed(self, message: m.EdgeFailed) -> None:
+        self._edges.failed(message.session, message.run, message.edge, message.error)
+
+    def put_region_came(self, message: m.PutShard, data: HostBytes) -> None:
+        self._puts.bytes_came(message.session, message.buffer, message.region, data)
+
+    def follower_reported(self, host: int, message: m.Message) -> None:
+        self.handle(g.HostReported(host, message))
+
+    def fetch(self, message: m.Fetch, post: Callable[[m.Message], None], sender: BulkSender) -> None:
+        self._fetches.fetch(message, post, sender)
+
+    def trace(self, session: int, message: m.TraceRequest) -> m.TraceReply:
+        return self._tracing.request(session, message)

@@ -1,0 +1,150 @@
+"""Links to other executors, opened when first needed: bulk along edges, and a follower's link to its leader.
+
+Invariants
+  L-1  What is sent before a link is open waits for it, in order. A link that cannot be opened, or breaks, takes what
+       waits with it: the other side's island is lost or soon will be, and the scheduler tells who must know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import trio
+
+from pathway.errors import ConnectError, PathwayError
+from pathway.transport import messages as m
+from pathway.transport.bulk import BulkSender, HostBytes, InOwnThread
+from pathway.transport.security import Identity
+from pathway.transport.sockets import Dealer, PeerGone
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+
+Action = Callable[["OpenLink"], None]
+
+
+@dataclass
+class OpenLink:
+    """A link that is open."""
+
+    dealer: Dealer
+    bulk: BulkSender
+
+
+@dataclass
+class _Peer:
+    address: str
+    open: OpenLink | None = None
+    backlog: list[Action] = field(default_factory=list)
+
+
+class PeerLinks:
+    """The links by address, and the directory that says where each host of each island is."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        hello: Callable[[], m.Hello],
+        in_own_thread: InOwnThread,
+        identity: Identity | None = None,
+    ) -> None:
+        self._nursery = nursery
+        self._hello = hello
+        self._in_own_thread = in_own_thread
+        self._identity = identity
+        self._islands: dict[str, m.IslandEntry] = {}
+        self._peers: dict[str, _Peer] = {}
+
+    # -- the directory -----------------------------------------------------------------------------------------------
+
+    def learn(self, directory: m.Directory) -> None:
+        """Take the directory. Links to addresses that are in it no longer close."""
+        self._islands = {entry.island: entry for entry in directory.islands}
+        known = {address for entry in directory.islands for address in entry.hosts}
+        for address in [address for address in self._peers if address not in known]:
+            peer = self._peers.pop(address)
+            if peer.open is not None:
+                peer.open.dealer.close(linger_s=0)
+
+    def devices_per_host(self) -> Mapping[str, int]:
+        return {name: entry.devices_per_host for name, entry in self._islands.items()}
+
+    def address(self, island: str, host: int) -> str | None:
+        entry = self._islands.get(island)
+        return entry.hosts[host] if entry is not None and host < len(entry.hosts) else None
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def post(self, island: str, host: int, message: m.Message) -> None:
+        """Post `message`; it leaves with the next `flush`."""
+        self._do(island, host, lambda link: link.dealer.post(message))
+
+    def send_bulk(self, island: str, host: int, header: m.Message, transfer: int, data: HostBytes) -> None:
+        """Send a transfer."""
+        self._do(island, host, lambda link: link.bulk.send(header, transfer, data))
+
+    def flush(self) -> None:
+        for peer in self._peers.values():
+            if peer.open is not None:
+                peer.open.dealer.flush()
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            if peer.open is not None:
+                peer.open.dealer.close(linger_s=0)
+        self._peers.clear()
+
+    def _do(self, island: str, host: int, action: Action) -> None:
+        address = self.address(island, host)
+        if address is None:  # lost, and the scheduler has said so
+            log.info("dropped a message to %s/%d, which is not in the directory", island, host)
+            return
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(address)
+            self._nursery.start_soon(self._serve, peer)
+        if peer.open is None:
+            peer.backlog.append(action)
+        else:
+            action(peer.open)
+
+    async def _serve(self, peer: _Peer) -> None:
+        try:
+            dealer = await Dealer.connect(
+                peer.address, self._hello(), identity=self._identity, timeout_s=CONNECT_TIMEOUT_S
+            )
+        except ConnectError as error:
+            log.warning("no link to the executor at %s: %s", peer.address, error)
+            self._forget(peer)
+            return
+        bulk = BulkSender(dealer.post, dealer.send_with_blob, self._in_own_thread)
+        try:
+            peer.open = link = OpenLink(dealer, bulk)
+            for action in peer.backlog:
+                action(link)
+            peer.backlog.clear()
+            dealer.flush()
+            await self._until_gone(peer, dealer)
+        except (PathwayError, trio.ClosedResourceError) as error:
+            log.info("the link to the executor at %s is over: %s", peer.address, error)
+        finally:
+            bulk.close()
+            dealer.close(linger_s=0)
+            self._forget(peer)
+
+    async def _until_gone(self, peer: _Peer, dealer: Dealer) -> None:
+        while True:
+            for item in await dealer.receive_batch():
+                if isinstance(item, PeerGone):
+                    log.info("the executor at %s is gone: %s", peer.address, item.reason)
+                    return
+                for message in item.messages:
+                    if isinstance(message, m.Refused):
+                        log.error("the executor at %s refuses this one: %s", peer.address, message.reason)
+
+    def _forget(self, peer: _Peer) -> None:
+        if self._peers.get(peer.address) is peer:
+            del self._peers[peer.address]

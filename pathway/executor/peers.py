@@ -1,0 +1,192 @@
+"""The executor's own socket: where clients put and fetch, other executors send along edges, and followers report.
+
+A peer is known by its connection. What it announces and does not finish goes with it. What it may send is checked by
+the router before it gets here (`permissions`); a peer that breaks the protocol of bulk is shown the door, alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import trio
+
+from pathway.errors import PermissionDeniedError, ProtocolError
+from pathway.executor.bind import Host
+from pathway.transport import messages as m
+from pathway.transport.authenticator import Gate
+from pathway.transport.bulk import BulkReceiver, BulkSender, HostBytes, InOwnThread
+from pathway.transport.handshake import hello
+from pathway.transport.keys import Entry, PublicKey, parse_allow_list
+from pathway.transport.permissions import Check, PeerPermit, admit_to_executor, executor_token
+from pathway.transport.sockets import Peer, PeerGone, Router
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[m.Message], None]
+
+
+class Owner(Protocol):
+    """The executor, as its peer socket sees it."""
+
+    def edge_piece_came(self, message: m.EdgeShard, data: HostBytes) -> None: ...
+
+    def edge_failed(self, message: m.EdgeFailed) -> None: ...
+
+    def put_region_came(self, message: m.PutShard, data: HostBytes) -> None: ...
+
+    def fetch(self, message: m.Fetch, post: Post, sender: BulkSender) -> None: ...
+
+    def trace(self, session: int, message: m.TraceRequest) -> m.TraceReply: ...
+
+    def follower_reported(self, host: int, message: m.Message) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+class _Peer:
+    """One connection."""
+
+    __slots__ = ("host", "post", "receiver", "sender", "session")
+
+    def __init__(self, session: int, post: Post, sender: BulkSender) -> None:
+        self.session = session  # of a client; 0 for an executor
+        self.host = -1  # of a follower
+        self.post = post
+        self.receiver = BulkReceiver()
+        self.sender = sender
+
+
+class PeerSocket:
+    """The router, its peers, and the leader's way to its followers."""
+
+    def __init__(self, owner: Owner, host: Host, interface: str, gate: Gate | None, in_own_thread: InOwnThread) -> None:
+        self._owner = owner
+        self._host = host
+        self._gate = gate
+        self._in_own_thread = in_own_thread
+        self._secret: bytes | None = None
+        self._router = Router.bind(f"tcp://{interface}:0", gate=gate, admit=self._admit)
+        self.address = self._router.address
+        self._peers: dict[Peer, _Peer] = {}
+        self._followers: dict[int, Peer] = {}
+        self._backlogs: dict[int, list[m.Message]] = {index: [] for index in range(1, host.hosts)}
+
+    # -- who may come in ---------------------------------------------------------------------------------------------
+
+    def learn_access(self, message: m.AccessList) -> None:
+        """The scheduler says who may connect, and what tokens are made with."""
+        self._secret = message.secret
+        if self._gate is not None:
+            self._gate.access.replace(parse_allow_list(message.allow_list))
+
+    def own_hello(self) -> m.Hello:
+        """How this executor introduces itself to others of its cluster."""
+        return hello("peer", self._host.name, token=executor_token(self._secret) if self._secret is not None else 0)
+
+    def _admit(self, introduction: m.Hello, key: PublicKey | None, entry: Entry | None) -> Check:
+        if self._secret is not None:
+            return admit_to_executor(introduction, key, entry, self._secret).check
+        if key is not None:
+            raise PermissionDeniedError("this executor has not been told yet who may connect")
+        return PeerPermit(introduction.session or None).check
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Take what peers send, until cancelled or closed."""
+        while True:
+            try:
+                batch = await self._router.receive_batch()
+            except trio.ClosedResourceError:
+                return
+            for item in batch:
+                if isinstance(item, PeerGone):
+                    self._gone(item)
+                    continue
+                last = len(item.messages) - 1
+                try:
+                    for position, message in enumerate(item.messages):
+                        blob = item.blobs[0] if position == last and item.blobs else None
+                        self._received(item.peer, message, blob)
+                except ProtocolError as error:
+                    self._router.disconnect(item.peer, ProtocolError.__name__, str(error))
+            self._owner.settle()
+
+    def _received(self, name: Peer, message: Any, blob: memoryview | None) -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            if isinstance(message, m.Hello):
+                post = partial(self._post, name)
+                sender = BulkSender(post, partial(self._send_with_blob, name), self._in_own_thread)
+                self._peers[name] = _Peer(message.session, post, sender)
+            return
+        owner = self._owner
+        match message:
+            case m.Fetch():
+                owner.fetch(message, peer.post, peer.sender)
+            case m.Chunk():
+                peer.receiver.chunk(message, blob)
+            case m.EdgeShard():
+                peer.receiver.header(message.transfer, message.nbytes, blob, partial(owner.edge_piece_came, message))
+            case m.PutShard():
+                peer.receiver.header(message.transfer, message.nbytes, blob, partial(owner.put_region_came, message))
+            case m.EdgeFailed():
+                owner.edge_failed(message)
+            case m.EdgeArrived() | m.BufferArrived() | m.PartBound() | m.GangsDone() | m.GangFailed():
+                if peer.host < 0:
+                    raise ProtocolError(f"{type(message).__name__} from a peer that is no follower")
+                owner.follower_reported(peer.host, message)
+            case m.FollowerHello():
+                self._follower(name, peer, message)
+            case m.TraceRequest():
+                peer.post(owner.trace(peer.session, message))
+            case m.Ping():
+                peer.post(m.Pong(message.number))
+            case _:
+                pass
+
+    def _follower(self, name: Peer, peer: _Peer, message: m.FollowerHello) -> None:
+        if message.incarnation != self._host.incarnation or message.host_index not in self._backlogs:
+            raise ProtocolError(f"{message} does not fit host {self._host}")
+        peer.host = message.host_index
+        self._followers[peer.host] = name
+        backlog = self._backlogs[peer.host]
+        for waiting in backlog:
+            self._router.post(name, waiting)
+        backlog.clear()
+
+    def _gone(self, gone: PeerGone) -> None:
+        peer = self._peers.pop(gone.peer, None)
+        if peer is not None:
+            peer.sender.close()
+            if self._followers.get(peer.host) == gone.peer:
+                log.warning("follower %d of island %s is gone: %s", peer.host, self._host.island, gone.reason)
+                del self._followers[peer.host]
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def to_followers(self, message: m.Message) -> None:
+        """Post to every follower; for one whose link is not there yet, keep it."""
+        for host, backlog in self._backlogs.items():
+            follower = self._followers.get(host)
+            if follower is None:
+                backlog.append(message)
+            else:
+                self._router.post(follower, message)
+
+    def _post(self, name: Peer, message: m.Message) -> None:
+        if name in self._peers:
+            self._router.post(name, message)
+
+    def _send_with_blob(self, name: Peer, message: m.Message, blob: Any) -> None:
+        if name in self._peers:
+            self._router.send_with_blob(name, message, blob)
+
+    def flush(self) -> None:
+        self._router.flush()
+
+    def close(self) -> None:
+        self._router.close(linger_s=0.2)

@@ -1,0 +1,265 @@
+"""Runs of parts on this host: launching their gangs, and learning how they ended.
+
+The launch loop is the inner loop of the system: per step one call into XLA, a list of arguments, a few list stores.
+It runs on the trio thread when that is quick, and on the dispatcher's otherwise; which one changes nothing (O-1).
+
+Invariants
+  E-1  A gang is launched once, in the order of the core's instructions, and reported once: done, or failed.
+  E-2  Everything that a failed gang would have written becomes the same error: its slots at once, where the next gang
+       in the order finds it; its result cells too; and its sends that have not begun.
+  E-3  An error is the first one: where an input turned out to be an error by now, that error is the gang's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pathway.dataflow.layout import Layout
+from pathway.errors import ErrorInfo
+from pathway.executor import backend as xla
+from pathway.executor.bind import BoundGang, BoundPart, BoundSend, Host, failure
+from pathway.executor.completion import Dispatcher, Lanes, Outbox
+from pathway.executor.store import ABSENT, Cell, Poison, Store
+from pathway.executor.trace import Recorder, TimedTokens
+
+INLINE_US = 100.0
+"""Gangs whose launch takes longer than this go to the dispatcher's thread."""
+
+ASSUMED_STEP_US = 8.0
+
+
+class Run:
+    """One run's part on this host. `slots[i]` is an array, a `Poison`, a `Cell` that has no value yet, or None."""
+
+    __slots__ = ("cells", "edges", "part", "run", "session", "slots")
+
+    def __init__(self, session: int, run: int, part: BoundPart) -> None:
+        self.session = session
+        self.run = run
+        self.part = part
+        self.slots: list[Any] = [None] * part.slot_count
+        self.cells: list[Cell] = []  # of the part's results, in order
+        self.edges: dict[int, Any] = {}  # arrivals that are not complete
+
+
+class Reports(Protocol):
+    """Who is told, in the trio thread, how a gang ended."""
+
+    def gang_done(self, session: int, run: int, gang: int) -> None: ...
+
+    def gang_failed(self, session: int, run: int, gang: int, error: ErrorInfo) -> None: ...
+
+
+class Sender(Protocol):
+    """What takes values on their way along edges."""
+
+    def push(self, run: Run, send: BoundSend, value: Any) -> None:
+        """Send a computed value. Trio thread."""
+
+    def prepare(self, run: Run, send: BoundSend, value: Any) -> Callable[[], None]:
+        """Wait for the value; return what sends it. Any thread."""
+
+    def fail(self, run: Run, send: BoundSend, error: ErrorInfo) -> None:
+        """Tell the other side that nothing will come. Trio thread."""
+
+
+class _Poisoned(Exception):
+    def __init__(self, error: ErrorInfo) -> None:
+        self.error = error
+
+
+class Launcher:
+    """Starts gangs. `launch` and `poison` are called in the trio thread, in the island's order."""
+
+    def __init__(
+        self, host: Host, store: Store, lanes: Lanes, outbox: Outbox, sender: Sender, reports: Reports
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._lanes = lanes
+        self._outbox = outbox
+        self._sender = sender
+        self._reports = reports
+        self._dispatcher = Dispatcher()
+        self.recorder: Recorder | None = None
+        self._in_flight = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
+
+    # -- in the trio thread ------------------------------------------------------------------------------------------
+
+    def begin(
+        self, session: int, run_number: int, part: BoundPart, first_result: int,
+        arguments: tuple[int | bytes, ...], array_of_bytes: Callable[[Layout, bytes], Any],
+    ) -> Run:  # fmt: skip
+        """Make a run's slots: its arguments, or the cells where they will be, and the cells of its results."""
+        run = Run(session, run_number, part)
+        slots = run.slots
+        for (slot, layout), argument in zip(part.arguments, arguments, strict=True):
+            if type(argument) is int:
+                cell = self._store.find(session, argument)
+                if cell is None:
+                    slots[slot] = Poison(ErrorInfo("DeletedError", f"buffer {argument} is not on this island"))
+                else:
+                    slots[slot] = cell if cell.value is None else cell.value
+            else:
+                try:
+                    slots[slot] = array_of_bytes(layout, argument)  # type: ignore[arg-type]
+                except Exception as error:
+                    slots[slot] = Poison(xla.describe_failure(error))
+        expect = self._store.expect
+        run.cells = [
+            expect(session, first_result + number, layout, nbytes)
+            for (number, layout), nbytes in zip(part.results, part.result_bytes, strict=True)
+        ]
+        return run
+
+    def launch(self, run: Run, number: int) -> None:
+        """Start a gang: now, or behind those that the dispatcher has."""
+        gang = run.part.gangs[number]
+        if not self._in_flight:
+            self._busy_since_s = time.monotonic()
+        self._in_flight += 1
+        if self._dispatcher.idle and (gang.cost_us or ASSUMED_STEP_US * len(gang.nodes)) < INLINE_US:
+            ended = self._start(run, gang, in_trio_thread=True)
+            if ended is not None:
+                ended()
+        else:
+            self._dispatcher.submit(lambda: self._dispatch(run, gang))
+
+    def poison(self, run: Run, number: int, error: ErrorInfo) -> None:
+        """The gang's place in the order, without starting it."""
+        gang = run.part.gangs[number]
+
+        def poisoned() -> Callable[[], None]:
+            self._spoil(run, gang, error)
+            return lambda: self._settle_failed(run, gang, error, 0)
+
+        if self._dispatcher.idle:
+            poisoned()()
+        else:
+            self._dispatcher.submit(lambda: self._outbox.put(poisoned()))
+
+    def busy_us(self) -> int:
+        """How long some gang of this host has been in flight, in all."""
+        busy_s = self._busy_s
+        if self._in_flight:
+            busy_s += time.monotonic() - self._busy_since_s
+        return int(busy_s * 1e6)
+
+    # -- in the thread that launches ---------------------------------------------------------------------------------
+
+    def _dispatch(self, run: Run, gang: BoundGang) -> None:
+        ended = self._start(run, gang, in_trio_thread=False)
+        if ended is not None:
+            self._outbox.put(ended)
+
+    def _start(self, run: Run, gang: BoundGang, in_trio_thread: bool) -> Callable[[], None] | None:
+        """The launch loop. Returns what reports the gang's end, or None when a lane has been asked to."""
+        began = time.perf_counter()
+        tokens: list[Any] = [] if self.recorder is None else TimedTokens()
+        slots = run.slots
+        sent = 0
+        try:
+            for slot in gang.external:
+                value = slots[slot]
+                if type(value) is Cell:
+                    value = slots[slot] = value.value
+                if type(value) is Poison:
+                    raise _Poisoned(value.error)
+            for steps, sends in gang.segments:
+                for launch, inputs, outputs, frees in steps:
+                    values = launch([slots[slot] for slot in inputs], tokens)
+                    for slot, value in zip(outputs, values):  # noqa: B905 (as many as XLA returns, by construction)
+                        slots[slot] = value
+                    for slot in frees:
+                        slots[slot] = None
+                for send in sends:
+                    self._send(run, send, slots[send.slot], gang.lane, in_trio_thread)
+                    sent += 1
+                    for slot in send.frees:
+                        slots[slot] = None
+        except _Poisoned as poisoned:
+            return self._failed(run, gang, poisoned.error, sent)
+        except Exception as error:
+            return self._failed(run, gang, self._describe(run, gang, len(tokens), error), sent)
+        cells = run.cells
+        for index, slot in gang.results:
+            value = slots[slot]
+            cells[index].value = ABSENT if value is None else value
+        gang.cost_us += ((time.perf_counter() - began) * 1e6 - gang.cost_us) * 0.25
+        if not tokens or (gang.watched and xla.is_ready([slots[slot] for slot in gang.watched])):
+            return self._ended(run, gang, tokens)
+        self._lanes.submit(gang.lane, lambda: self._ended(run, gang, tokens))
+        return None
+
+    def _send(self, run: Run, send: BoundSend, value: Any, lane: int, in_trio_thread: bool) -> None:
+        if value is None or value is ABSENT:
+            return
+        if send.copies:
+            value = xla.copy_on_device(value)
+        if in_trio_thread and xla.is_ready([value]):
+            self._sender.push(run, send, value)
+        else:
+            self._lanes.submit(lane, lambda: self._sender.prepare(run, send, value))
+
+    # -- in whichever thread sees the end ----------------------------------------------------------------------------
+
+    def _ended(self, run: Run, gang: BoundGang, tokens: list[Any]) -> Callable[[], None]:
+        """Wait for the gang's launches. Returns what reports its end."""
+        try:
+            for index, token in enumerate(tokens):
+                xla.wait_for(token)
+                if type(tokens) is TimedTokens:
+                    tokens.ended(index)
+        except Exception as error:
+            return self._failed(run, gang, self._describe(run, gang, index, error), len(gang.sends))
+        if type(tokens) is TimedTokens and self.recorder is not None:
+            self.recorder.add(run.session, run.run, run.part.part, gang, tokens)
+        return lambda: self._settle_done(run, gang)
+
+    def _describe(self, run: Run, gang: BoundGang, index: int, error: Exception) -> ErrorInfo:
+        for slot in gang.external:  # E-3
+            value = run.slots[slot]
+            if type(value) is Poison:
+                return value.error
+        node = gang.nodes[index] if index < len(gang.nodes) else -1
+        return failure(run.part, self._host, node, xla.describe_failure(error))
+
+    def _failed(self, run: Run, gang: BoundGang, error: ErrorInfo, sent: int) -> Callable[[], None]:
+        self._spoil(run, gang, error)
+
+        def report() -> None:
+            self._count_end()
+            self._settle_failed(run, gang, error, sent)
+            self._reports.gang_failed(run.session, run.run, gang.number, error)
+
+        return report
+
+    def _spoil(self, run: Run, gang: BoundGang, error: ErrorInfo) -> None:
+        poison = Poison(error)
+        for slot in gang.writes:
+            run.slots[slot] = poison
+        for index, _ in gang.results:
+            run.cells[index].value = poison
+
+    # -- in the trio thread again ------------------------------------------------------------------------------------
+
+    def _settle_done(self, run: Run, gang: BoundGang) -> None:
+        self._count_end()
+        for index, _ in gang.results:
+            run.cells[index].settle()
+        self._reports.gang_done(run.session, run.run, gang.number)
+
+    def _settle_failed(self, run: Run, gang: BoundGang, error: ErrorInfo, sent: int) -> None:
+        for index, _ in gang.results:
+            run.cells[index].settle()
+        for send in gang.sends[sent:]:
+            self._sender.fail(run, send, error)
+
+    def _count_end(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._busy_s += time.monotonic() - self._busy_since_s
