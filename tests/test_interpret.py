@@ -86,8 +86,8 @@ def check(graph, bindings, seed=0, schedule=None):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed {seed}")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(random_graphs(body=body, most_nodes=8), st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(random_graphs(body=body, most_nodes=6), st.integers(0, 2**32))
 def test_random_graphs_equal_plain_evaluation(case, seed):
     check(*case, seed=seed)
 

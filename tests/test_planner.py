@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,6 +14,7 @@ from graph_builder import GraphBuilder, bound, pipeline, random_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pathway.dataflow
 from pathway.dataflow.check import validate
 from pathway.dataflow.memory import peak_bytes
 from pathway.dataflow.plan import Execute, Plan, Send
@@ -295,8 +301,6 @@ def test_every_plan_keeps_the_invariants(case, strict):
 
 
 def test_a_thousand_nodes_are_planned_in_a_blink():
-    import time
-
     builder = GraphBuilder({1: bound(1, "east", range(8)), 2: bound(2, "west", range(8))})
     value = builder.argument(1)
     for index in range(1000):
@@ -311,3 +315,15 @@ def test_a_thousand_nodes_are_planned_in_a_blink():
         best = min(best, time.perf_counter() - begin)
     validate(plan)
     assert best < 0.3
+
+
+def test_planning_needs_no_jax():
+    modules = ["reshard", "schedule", "planner", "check", "memory", "plan", "layout", "graph", "draw"]
+    imports = "; ".join(f"import pathway.dataflow.{module}" for module in modules)
+    # In a process of its own, under a bare `pathway`: the package itself imports what users need.
+    code = (
+        "import sys, types; package = types.ModuleType('pathway'); "
+        f"package.__path__ = [{str(Path(pathway.dataflow.__file__).parent.parent)!r}]; sys.modules['pathway'] = package; "
+        f"{imports}; sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

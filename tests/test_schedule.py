@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from graph_builder import GraphBuilder, bound, pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pathway.dataflow.schedule import order
 from pathway.errors import ProgramError
-from graph_builder import GraphBuilder, bound, pipeline
 
 
 def names(graph, schedule, island):
