@@ -321,9 +321,10 @@ def test_planning_needs_no_jax():
     modules = ["reshard", "schedule", "planner", "check", "memory", "plan", "layout", "graph", "draw"]
     imports = "; ".join(f"import pathway.dataflow.{module}" for module in modules)
     # In a process of its own, under a bare `pathway`: the package itself imports what users need.
+    home = str(Path(pathway.dataflow.__file__).parent.parent)
     code = (
         "import sys, types; package = types.ModuleType('pathway'); "
-        f"package.__path__ = [{str(Path(pathway.dataflow.__file__).parent.parent)!r}]; sys.modules['pathway'] = package; "
+        f"package.__path__ = [{home!r}]; sys.modules['pathway'] = package; "
         f"{imports}; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
