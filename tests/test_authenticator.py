@@ -19,12 +19,12 @@ from zmq.utils import z85
 
 from pathway.errors import ConfigError
 from pathway.transport.authenticator import Access, Authenticator, Request, decide, reload, watch
+from pathway.transport.endpoints import address_of, endpoint
 from pathway.transport.keys import AllowList, AllowListFile, Change, Entry, KeyPair, Role
 from pathway.transport.readiness import Readiness
 from pathway.transport.security import (
     Connection,
     Identity,
-    endpoint,
     handshake_failure,
     refuse_open_bind,
     secure_client,
@@ -101,6 +101,7 @@ def test_what_is_no_question_gets_no_answer() -> None:
 def test_endpoints_carry_the_listeners_key() -> None:
     for pair in (ALICE, BOB):
         assert split_endpoint(endpoint("tcp://10.0.0.1:7", pair.public)) == ("tcp://10.0.0.1:7", pair.public)
+        assert address_of(endpoint("tcp://10.0.0.1:7", pair.public)) == "tcp://10.0.0.1:7"
     assert split_endpoint(endpoint("tcp://10.0.0.1:7", None)) == ("tcp://10.0.0.1:7", None)
     with pytest.raises(ConfigError, match="no public key"):
         split_endpoint("tcp://10.0.0.1:7#")

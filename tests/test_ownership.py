@@ -160,3 +160,19 @@ def test_a_plan_takes_no_runs_once_its_slice_is_released() -> None:
     assert isinstance(refused, m.RunFailed)
     assert (refused.error.kind, refused.error.message) == ("SliceError", "slice 1 was released")
     assert [type(message) for message in cluster.say(ALICE, run(2, 2))] == [m.StartPart]
+
+
+def test_the_directory_tells_the_key_of_each_executor_and_the_status_does_not() -> None:
+    cluster = Cluster("east")
+    key, executor = "k" * 40, b"executor of host 0"
+    cluster.hello(b"worker", "worker")
+    cluster.say(b"worker", m.HostJoined("north", 1, 0, 4, "cpu", "north", 1, "127.0.0.1:1"))
+    hello = m.Hello(PROTOCOL_VERSION, __version__, "executor")
+    cluster.core.handle(MessageReceived(executor, hello, key), 1.0)
+    cluster.say(executor, m.ExecutorReady("north", 1, 0, "tcp://127.0.0.1:9", "cpu", 4, 2))
+    [_, directory] = cluster.hello(ALICE, "client")
+    assert {entry.island: entry.hosts for entry in directory.islands} == {
+        "east": ("tcp://127.0.0.1:4",),
+        "north": (f"tcp://127.0.0.1:9#{key}",),
+    }
+    assert key not in str(cluster.core.status(1.0))

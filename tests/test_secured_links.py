@@ -15,6 +15,7 @@ import trio.testing
 from pathway.errors import ConfigError, ConnectError, PathwayError, PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
+from pathway.transport.endpoints import endpoint
 from pathway.transport.handshake import hello, refusal_to_exception
 from pathway.transport.keys import AllowListFile, KeyPair, Role, generate, load_public_key, parse_allow_list
 from pathway.transport.link import process_context
@@ -26,7 +27,7 @@ from pathway.transport.permissions import (
     new_secret,
     token,
 )
-from pathway.transport.security import Identity, KeyPaths, endpoint
+from pathway.transport.security import Identity, KeyPaths
 from pathway.transport.sockets import Dealer, Delivery, PeerGone, Router
 
 SECRET = new_secret()

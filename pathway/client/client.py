@@ -26,7 +26,6 @@ from pathway.dataflow.layout import Sharding
 from pathway.dataflow.placed import check_spec
 from pathway.errors import DisconnectedError, ErrorInfo, ProgramError, SliceError, to_exception
 from pathway.transport import messages as m
-from pathway.transport.security import identity_of
 
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_SLICE_TIMEOUT_S = 60.0
@@ -38,8 +37,8 @@ _open_clients: weakref.WeakSet[Client] = weakref.WeakSet()
 class Client:
     """A connection to the scheduler at `address`, for example `tcp://head:7777`. Close it, or use it in a `with`.
 
-    A cluster with keys needs `keys`, a directory with the scheduler's public key and one's own pair, which is called
-    `client` unless `key_name` says otherwise ($PATHWAY_KEYS, $PATHWAY_KEY_NAME; see docs/security.md).
+    A cluster with keys needs `keys`, a directory made by `pathway keygen`, or the files of one's own `key` and of the
+    scheduler's public one, `scheduler_key` (or $PATHWAY_KEYS, $PATHWAY_KEY, $PATHWAY_SCHEDULER_KEY; docs/security.md).
 
     Usable from any thread. Raises `ConnectError` where nobody listens: at once if the connection is refused, otherwise
     after `connect_timeout_s`.
@@ -52,10 +51,13 @@ class Client:
         name: str = "",
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
         keys: str | os.PathLike[str] | None = None,
-        key_name: str | None = None,
+        key: str | os.PathLike[str] | None = None,
+        scheduler_key: str | os.PathLike[str] | None = None,
     ) -> None:
         self.address = address
-        identity = identity_of(load_settings({"keys": keys and os.fspath(keys), "key_name": key_name}), "client")
+        given = {"keys": keys, "key": key, "scheduler_key": scheduler_key}
+        paths = load_settings({what: path and os.fspath(path) for what, path in given.items()}).key_paths("client")
+        identity = paths.identity() if paths is not None else None
         self.connection = Connection(address, name or f"pid {os.getpid()}", connect_timeout_s, identity)
         self.connection.open()
         self.core: ClientCore = self.connection.core

@@ -46,14 +46,15 @@ def connect(
     connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     preload: Sequence[str] = (),
     keys: str | os.PathLike[str] | None = None,
-    key_name: str | None = None,
+    key: str | os.PathLike[str] | None = None,
+    scheduler_key: str | os.PathLike[str] | None = None,
 ) -> Client:
     """Connect, and use this connection for everything that follows. The client is a context manager.
 
     Without an address, and without `$PATHWAY_ADDRESS`, a cluster is started on this machine and stopped with the
     program: two islands of four CPU devices, or what `islands` says: a number of such islands, or
     `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4}}` (devices are per host). `preload` names modules that
-    its executors import, for FFI targets. `keys` and `key_name`: see `Client`.
+    its executors import, for FFI targets. `keys`, `key` and `scheduler_key`: see `Client`.
     """
     global _default
     with _lock:
@@ -63,9 +64,15 @@ def connect(
                 "or use pathway.Client for another connection"
             )
         address = address or os.environ.get(ADDRESS_VARIABLE)
-        options = {"name": name, "connect_timeout_s": connect_timeout_s, "keys": keys, "key_name": key_name}
+        options = {
+            "name": name,
+            "connect_timeout_s": connect_timeout_s,
+            "keys": keys,
+            "key": key,
+            "scheduler_key": scheduler_key,
+        }
         if address is None:
-            _default = _embedded(islands, preload, options)
+            _default = _embedded(islands, preload, options | {"keys": keys or "", "key": "", "scheduler_key": ""})
         else:
             _default = Client(address, **options)  # type: ignore[arg-type]
         return _default
@@ -76,7 +83,9 @@ def _embedded(
 ) -> Client:
     from pathway.embedded import start_local_cluster
 
-    cluster = start_local_cluster(2 if islands is None else islands, preload=tuple(preload))
+    cluster = start_local_cluster(
+        2 if islands is None else islands, preload=tuple(preload), keys=os.fspath(options["keys"])
+    )
     return EmbeddedClient(cluster, **options)
 
 

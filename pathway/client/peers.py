@@ -21,7 +21,8 @@ from pathway.client.pending import Pending
 from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, describe
 from pathway.transport import messages as m
 from pathway.transport.bulk import BulkSender, HostBytes
-from pathway.transport.security import Identity, split_endpoint
+from pathway.transport.endpoints import address_of
+from pathway.transport.security import Identity
 from pathway.transport.sockets import Delivery, PeerGone
 from pathway.transport.threads import ThreadSafeDealer
 from pathway.version import PROTOCOL_VERSION, __version__
@@ -42,7 +43,7 @@ class Peer:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.where = split_endpoint(address)[0]  # for people: without the key
+        self.where = address_of(address)
         self.dealer: ThreadSafeDealer | None = None
         self.bulk: BulkSender | None = None  # for the trio thread alone
         self.backlog: list[Action] = []

@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--peer-host", default="", help="the interface to listen on")
     arguments.add_argument("--preload", action="append", default=[], metavar="MODULE")
     arguments.add_argument("--cache-dir", default="", help="of compiled computations; - for none")
-    arguments.add_argument("--key", default="", metavar="FILE")
-    arguments.add_argument("--scheduler-key", default="", metavar="FILE")
+    arguments.add_argument("--key", metavar="FILE", help="our own key pair")
+    arguments.add_argument("--scheduler-key", metavar="FILE", help="the scheduler's public key")
     return arguments
 
 
@@ -70,19 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pathway.executor.bind import Host
     from pathway.executor.compile_cache import CompileCache, default_directory
     from pathway.executor.executor import LeaderLost, Settings
-    from pathway.transport.security import Identity
+    from pathway.transport.security import KeyPaths
 
+    identity = None
+    if options.key:
+        scheduler_key = Path(options.scheduler_key) if options.scheduler_key else None
+        identity = KeyPaths(Path(options.key), scheduler_key).identity()
+    peer_host = options.peer_host or interface_towards(options.scheduler)
     cache = None
     if options.cache_dir != "-":
         cache = CompileCache(Path(options.cache_dir) if options.cache_dir else default_directory())
     host = Host(options.island, options.incarnation, options.hosts, options.host_index, options.devices)
     backend = Backend(options.platform, options.devices, options.hosts, options.host_index, options.coordinator, cache)
-    identity = None
-    if options.key:
-        identity = Identity.load(Path(options.key), Path(options.scheduler_key) if options.scheduler_key else None)
-    settings = Settings(
-        options.scheduler, host, options.platform, options.peer_host or interface_towards(options.scheduler), identity
-    )
+    settings = Settings(options.scheduler, host, options.platform, peer_host, identity)
     if cache is not None:
         threading.Thread(target=cache.prune, name="pathway-prune", daemon=True).start()
     gc.collect()

@@ -35,6 +35,7 @@ from pathway.sched.lanes import Lane
 from pathway.sched.peers import Peer, Peers, PeerSettings
 from pathway.sched.timers import Timers
 from pathway.transport import messages as m
+from pathway.transport.endpoints import endpoint
 from pathway.version import PROTOCOL_VERSION, __version__
 
 
@@ -218,6 +219,7 @@ class SchedulerCore:
 
     def _executor_ready(self, peer: Peer, message: m.ExecutorReady, now: float, out: list[Instruction]) -> None:
         peer.executor = (message.island, message.incarnation, message.host_index)
+        message = msgspec.structs.replace(message, peer_address=endpoint(message.peer_address, peer.public_key))
         if not self.cluster.executor_ready(peer.key, message, now, out):
             self.peers.closed(peer.key, "refused", now, out)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pathway.sched.cluster import Island
 from pathway.sched.events import Wait
 from pathway.sched.sessions import Session
+from pathway.transport.endpoints import address_of
 from pathway.version import __version__
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
                 "hostname": host.joined.hostname,
                 "pid": host.joined.pid,
                 "executor_pid": island.executors[index][1].pid if index in island.executors else 0,
-                "executor": island.executors[index][1].peer_address if index in island.executors else "",
+                "executor": address_of(island.executors[index][1].peer_address) if index in island.executors else "",
             }
             for index, host in sorted(island.hosts.items())
         ],

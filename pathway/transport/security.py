@@ -1,8 +1,4 @@
-"""CURVE on sockets: what a listening and a connecting socket need, and how an address carries its listener's key.
-
-An *endpoint* is an address and, where keys are set, the public key of who listens there: `tcp://10.0.0.7:41233#KEY`.
-The scheduler writes the key into the endpoints of its directory, from the connection that each executor came by: so
-nobody can pass for an executor without the key of the worker that started it.
+"""CURVE on sockets: what a listening and a connecting socket need, where keys come from, and who may listen where.
 
 Invariants
   K-4  With keys, every socket has CURVE on, both ways: the listener proves its key to whoever connects, and whoever
@@ -13,16 +9,15 @@ Invariants
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 
 from pathway.errors import ConfigError
+from pathway.transport.endpoints import address_of, is_loopback, key_in
 from pathway.transport.keys import (
     ALLOW_LIST_NAME,
     PUBLIC_SUFFIX,
@@ -57,8 +52,8 @@ class KeyPaths:
     """Where the keys of a process are: what travels in settings, arguments and environments, in place of keys (K-1)."""
 
     own: Path
-    scheduler: Path
-    allow_list: Path
+    scheduler: Path | None = None
+    allow_list: Path | None = None
 
     @classmethod
     def in_directory(cls, directory: Path, name: str) -> KeyPaths:
@@ -76,61 +71,20 @@ class KeyPaths:
         return Identity.load(self.own, self.scheduler)
 
 
-class KeySettings(Protocol):
-    """`pathway.config.Settings`, as far as keys are concerned."""
-
-    @property
-    def keys(self) -> str: ...
-
-    @property
-    def key_name(self) -> str: ...
-
-
-def key_paths_of(settings: KeySettings, kind: str) -> KeyPaths | None:
-    """Where the keys of a process of this kind (scheduler, worker, client) are; None in a cluster without keys."""
-    if not settings.keys:
-        if settings.key_name:
-            raise ConfigError("key_name is set, and keys is not: it is the directory where that key is")
-        return None
-    return KeyPaths.in_directory(Path(settings.keys), settings.key_name or kind)
-
-
-def identity_of(settings: KeySettings, kind: str) -> Identity | None:
-    """Who a process of this kind is; None in a cluster without keys."""
-    paths = key_paths_of(settings, kind)
-    return paths.identity() if paths is not None else None
-
-
-# -- endpoints --------------------------------------------------------------------------------------------------------
-
-
-def endpoint(address: str, key: PublicKey | None) -> str:
-    """`address` with its listener's key."""
-    return address if key is None else f"{address}#{key}"
+# -- where to listen and connect --------------------------------------------------------------------------------------
 
 
 def split_endpoint(text: str) -> tuple[str, PublicKey | None]:
-    """The address and the key of an endpoint. A key may have a # of its own: the first one ends the address."""
-    address, hash_sign, key = text.partition("#")
-    return address, parse_public_key(key) if hash_sign else None
+    """The address and the key of an endpoint. Raises `ConfigError` for a key that is none."""
+    key = key_in(text)
+    return address_of(text), None if key is None else parse_public_key(key)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach what is bound at `address`."""
-    if not address.startswith("tcp://"):
-        return address.startswith(("ipc://", "inproc://"))
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name, an interface, or *
-
-
-def refuse_open_bind(address: str, identity: Identity | None, insecure: bool, what: str = "this address") -> None:
+def refuse_open_bind(
+    address: str, keys: Identity | KeyPaths | None, insecure: bool, what: str = "this address"
+) -> None:
     """Raise `ConfigError` where `address` could be reached from other machines and nothing would keep them out."""
-    if identity is None and not insecure and not is_loopback(address):
+    if keys is None and not insecure and not is_loopback(address):
         raise ConfigError(
             f"{what}, {address}, can be reached from other machines, and no keys are set: anybody there could run "
             "code on this cluster. Make keys with pathway keygen DIR and give --keys DIR, or accept the risk with "
