@@ -1,0 +1,129 @@
+"""What the commands do. Each imports what it needs, so that none pays for another."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from pathway.config import Settings, load_settings
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run the command that was parsed; its exit code."""
+    if options.command == "demo":
+        from pathway.demo import main
+
+        return main(rest) or 0
+    if options.command == "keygen":
+        return _keygen(options)
+    names = {field.name for field in dataclasses.fields(Settings)}
+    settings = load_settings({name: value for name, value in vars(options).items() if name in names})
+    return {"scheduler": _scheduler, "worker": _worker, "up": _up, "status": _status}[options.command](
+        options, settings
+    )
+
+
+def _scheduler(options: argparse.Namespace, settings: Settings) -> int:
+    from pathway.processes import become_child
+
+    become_child(options.parent_fd, signal.SIGTERM)
+    import trio
+
+    from pathway import logs
+    from pathway.sched.daemon import Announcement, serve
+
+    logs.configure(settings.log_format, settings.log_level, process="scheduler")
+
+    async def main() -> None:
+        await serve(settings, Announcement(options.report_fd, options.address_file))
+
+    trio.run(main)
+    return 0
+
+
+def _worker(options: argparse.Namespace, settings: Settings) -> int:
+    from pathway.processes import become_child
+
+    become_child(options.parent_fd, signal.SIGTERM)
+    import trio
+
+    from pathway import logs
+    from pathway.executor.supervisor import WorkerOptions, supervise
+
+    logs.configure(settings.log_format, settings.log_level, process=f"worker {options.island}/{options.host_index}")
+    worker = WorkerOptions(
+        scheduler=options.scheduler or settings.address,
+        island=options.island,
+        hosts=options.hosts,
+        host_index=options.host_index,
+        devices=options.devices,
+        platform=options.platform,
+        preload=tuple(options.preload),
+        host_address=options.host_address,
+    )
+    end = trio.run(supervise, worker, settings)
+    if end.code:
+        print(f"pathway worker: {end.reason}", file=sys.stderr)
+    return end.code
+
+
+def _up(options: argparse.Namespace, settings: Settings) -> int:
+    from pathway.embedded import start_local_cluster
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with start_local_cluster(
+        options.islands,
+        options.hosts,
+        options.devices,
+        options.platform,
+        options.preload,
+        bind=settings.bind,
+        log_level=options.log_level or "info",
+    ) as cluster:
+        print(f"a cluster of {options.islands} islands with {options.hosts * options.devices} devices each is up at")
+        print(f"  {cluster.address}")
+        print(f"connect with   pathway.connect({cluster.address!r})   or   PATHWAY_ADDRESS={cluster.address}")
+        print(f"look at it     pathway status --address {cluster.address}")
+        print("Ctrl-C stops it", flush=True)
+        while not stop.wait(1.0):
+            if ended := cluster.what_ended():
+                print(f"pathway up: {ended}", file=sys.stderr)
+                return 1
+    return 0
+
+
+def _status(options: argparse.Namespace, settings: Settings) -> int:
+    import trio
+
+    from pathway.cli.status_view import show_status
+
+    keys = settings.key_paths("client")
+    return trio.run(
+        show_status,
+        settings.address,
+        settings.connect_timeout_s,
+        keys.identity() if keys is not None else None,
+        options.json,
+        options.watch,
+    )
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    from pathway.transport.keys import Role, generate
+
+    roles = [Role(role) for role in options.role or ["client"]]
+    made = generate(options.directory, options.name, roles)
+    for public, secret in zip(made.public_paths, made.secret_paths, strict=True):
+        print(f"made {public} (public) and {secret} (secret: keep it to yourself)")
+    if made.allow_list is not None:
+        print(f"made {made.allow_list}: who may connect")
+    else:
+        print("add this line to the scheduler's allowed_keys:")
+        print(*made.lines, sep="\n")
+    return 0

@@ -1,0 +1,144 @@
+"""What the command line takes. Imports nothing that is slow: `pathway --help` answers at once.
+
+Flags that are settings have no default here: what is not given comes from the environment, pathway.toml, or the default
+(`config`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pathway.version import PROTOCOL_VERSION, __version__
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pathway",
+        description="One Python process drives every accelerator of a cluster with plain JAX.",
+        epilog="example: pathway up     (then, in a program: pathway.connect('tcp://127.0.0.1:7777'))",
+    )
+    parser.add_argument("--version", action="version", version=f"pathway {__version__} (protocol {PROTOCOL_VERSION})")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _scheduler(commands)
+    _worker(commands)
+    _up(commands)
+    _status(commands)
+    _keygen(commands)
+    commands.add_parser("demo", help="train a digit classifier over two islands", add_help=False)  # has its own flags
+    return parser
+
+
+def _scheduler(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "scheduler",
+        help="run the scheduler of a cluster",
+        description="Run the scheduler: it owns the cluster, shares it between clients, and starts work on islands. "
+        "SIGTERM and Ctrl-C let the runs that it has end, and then stop it; a second one stops it at once.",
+        epilog="example: pathway scheduler --bind tcp://127.0.0.1:7777",
+    )
+    parser.add_argument(
+        "--bind", metavar="ADDRESS", help="where to listen; port 0 takes a free one (tcp://127.0.0.1:7777)"
+    )
+    parser.add_argument(
+        "--address-file", type=Path, metavar="FILE", help="write the real address there once it listens"
+    )
+    parser.add_argument("--report-fd", type=int, default=-1, metavar="N", help="write the address to this descriptor")
+    parser.add_argument(
+        "--lease-s", type=float, metavar="S", help="how long a session outlives its client's silence (10)"
+    )
+    parser.add_argument("--drain-s", type=float, metavar="S", help="how long to wait for runs when told to stop (10)")
+    parser.add_argument(
+        "--credits-per-island", type=int, metavar="K", help="runs in flight on an island past the scheduler (16)"
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", default=None, help="listen without keys where other machines can reach it"
+    )
+    parser.add_argument("--allowed-keys", metavar="FILE", help="the list of keys that may connect")
+    _common(parser)
+    _child(parser)
+
+
+def _worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "worker",
+        help="offer this host's devices to an island",
+        description="Run one host of an island: start its executor, watch it, start it again. The island forms when "
+        "its last host has come, in whatever order. Waits for a scheduler that is not there yet.",
+        epilog="example: pathway worker --scheduler tcp://head:7777 --island east --hosts 2 --host-index 0 --devices 4",
+    )
+    parser.add_argument("--scheduler", metavar="ADDRESS", help="the scheduler's address ($PATHWAY_ADDRESS)")
+    parser.add_argument("--island", required=True, metavar="NAME", help="the island that this host belongs to")
+    parser.add_argument("--hosts", type=int, default=1, metavar="H", help="how many hosts the island has (1)")
+    parser.add_argument("--host-index", type=int, default=0, metavar="I", help="which of them this is, from 0")
+    parser.add_argument("--devices", type=int, default=1, metavar="D", help="devices of this host (1)")
+    parser.add_argument("--platform", default="cpu", metavar="P", help="JAX's name for them: cpu, cuda, tpu (cpu)")
+    parser.add_argument(
+        "--preload", action="append", default=[], metavar="MODULE", help="import it in the executor; can be given again"
+    )
+    parser.add_argument("--host-address", default="", metavar="IP", help="where the other hosts reach this one")
+    _common(parser)
+    _child(parser)
+
+
+def _up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="run a cluster on this machine",
+        description="Run a whole cluster on this machine, in the foreground, for several clients. Ctrl-C stops it.",
+        epilog="example: pathway up --islands 2 --hosts 1 --devices 4",
+    )
+    parser.add_argument("--islands", type=int, default=2, metavar="N", help="how many islands (2)")
+    parser.add_argument("--hosts", type=int, default=1, metavar="H", help="hosts of each island (1)")
+    parser.add_argument("--devices", type=int, default=4, metavar="D", help="devices of each host (4)")
+    parser.add_argument("--platform", default="cpu", metavar="P", help="JAX's name for them (cpu)")
+    parser.add_argument("--preload", action="append", default=[], metavar="MODULE", help="import it in executors")
+    parser.add_argument("--bind", metavar="ADDRESS", help="where the scheduler listens (tcp://127.0.0.1:7777)")
+    _common(parser)
+
+
+def _status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="show islands, slices, sessions, runs, and what waits for what",
+        description="Show a cluster: islands, hosts, slices, sessions, runs, bytes, and every wait with its reason.",
+        epilog="example: pathway status --address tcp://127.0.0.1:7777 --watch",
+    )
+    parser.add_argument("--address", metavar="ADDRESS", help="the scheduler's address ($PATHWAY_ADDRESS)")
+    parser.add_argument("--json", action="store_true", help="as JSON (keys: docs/cli.md)")
+    parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
+    parser.add_argument("--connect-timeout-s", type=float, metavar="S", help="how long to wait for an answer (10)")
+    _common(parser)
+
+
+def _keygen(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "keygen",
+        help="make the keys of a cluster, or one more",
+        description="Make the keys of a cluster and the list of who may connect; with --name, one more pair of keys.",
+        epilog="example: pathway keygen /etc/pathway/keys     then: pathway scheduler --keys /etc/pathway/keys ...",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where; made if need be, nothing is overwritten")
+    parser.add_argument("--name", metavar="NAME", help="make only this pair, and print its line for allowed_keys")
+    parser.add_argument(
+        "--role",
+        action="append",
+        choices=["client", "worker", "admin"],
+        help="what NAME may do (client); can be given again",
+    )
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    keys = parser.add_argument_group("keys (docs/security.md)")
+    keys.add_argument("--keys", metavar="DIR", help="a directory that pathway keygen made")
+    keys.add_argument("--key", metavar="FILE", help="a key pair of one's own")
+    keys.add_argument("--scheduler-key", metavar="FILE", help="the scheduler's public key")
+    logs = parser.add_argument_group("logs")
+    logs.add_argument(
+        "--log-format", choices=["auto", "terminal", "json"], help="auto: readable on a terminal, else JSON"
+    )
+    logs.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+
+
+def _child(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parent-fd", type=int, default=-1, help=argparse.SUPPRESS)
