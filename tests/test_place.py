@@ -213,6 +213,7 @@ def test_a_broadcast_travels_before_it_is_broadcast() -> None:
     graph = check(program, X)
     assert [transfer.nbytes for transfer in implied_transfers(graph)] == [4]
     check(lambda x: jnp.broadcast_to(two(x), (4, 4)), X)
+    check(lambda x: one(jnp.broadcast_to(two(x), (2, 4)).T @ jnp.broadcast_to(two(x), (2, 4))), X)
 
 
 def test_sums_over_microbatches_stay_apart_and_stages_share_one_body() -> None:
@@ -444,6 +445,7 @@ def test_donation_only_where_nobody_could_want_the_array() -> None:
 def test_the_text_tells_every_choice() -> None:
     _, unfused, _ = graphs(lambda p, x: jax.value_and_grad(loss)(p, x), PARAMS, X, slices=SLICES)
     text = as_text(unfused)
+    assert hash(unfused) != hash(graphs(lambda x: back(x, x), X)[1])
     assert "program <lambda>: 4 nodes on 2 slices, 2 transfers of 128 bytes in all" in text
     assert "why     is a pathway.jit stage of slice 0" in text
     assert "TRANSFER of 64 bytes from slice 0 P(data,-)" in text

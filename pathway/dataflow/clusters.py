@@ -124,10 +124,10 @@ class Clusters:
         return not isinstance(atom, Literal) and atom in self._waiting and atom not in self._homes
 
     def is_early(self, atom: Atom) -> bool:
-        """Whether a prologue can read it."""
-        return isinstance(atom, Literal) or any(
-            atom in known for known in (self._early, self._baked, self._host, self._waiting)
-        )
+        """Whether a prologue can read it. What waits and has a vote comes of something on a slice: maybe too late."""
+        if isinstance(atom, Literal) or atom in self._early or atom in self._baked or atom in self._host:
+            return True
+        return atom in self._waiting and self.vote(atom) is None
 
     # Where operations go ---------------------------------------------------------------------------------------------
 

@@ -103,3 +103,7 @@ class Graph:
     results: tuple[GraphResult, ...]
     constants: tuple[tuple[int, Any], ...] = ()
     references: tuple[tuple[int, Any], ...] = ()
+
+    def __hash__(self) -> int:
+        """Mappings and arrays have no hash; what is left tells graphs apart."""
+        return hash((self.name, self.values, self.nodes, self.arguments, self.results))

@@ -278,7 +278,7 @@ class _Walk:
 
     def _is_light(self, equation: Equation) -> bool:
         """P-3: broadcasts of what is on a slice, and what is computed elementwise from broadcasts alone."""
-        if len(equation.outvars) > 1 or _has_body(equation):
+        if len(equation.outvars) > 1 or _has_body(equation) or _is_expensive(equation):
             return False
         if equation.primitive.name == "broadcast_in_dim" and len(equation.invars) == 1:
             return nbytes(equation.outvars[0]) > nbytes(equation.invars[0])

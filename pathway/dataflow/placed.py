@@ -62,13 +62,15 @@ def placed_call(
 ) -> Callable[..., Any]:
     """`fun` as a stage on a slice, to be called while a program is traced.
 
-    `in_specs` is one spec for all arguments, or a tuple with an entry for each positional argument that is not static;
-    an entry, like `out_specs`, is a spec or a prefix of the argument's pytree. `PartitionSpec()` means replicated, and
-    None leaves the sharding open. Make the stage once and call it often: JAX caches the trace with it.
+    `in_specs` is one spec for all arguments, or a sequence with an entry for each positional argument that is not
+    static (keyword-only arguments are left open then); an entry, like `out_specs`, is a spec or a prefix of the
+    argument's pytree. `PartitionSpec()` means replicated, and None leaves the sharding open. Make the stage once and
+    call it often: JAX caches the trace with it.
     """
     name = name or str(getattr(fun, "__name__", type(fun).__name__))
     numbers = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
+    in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
     signature = _signature(fun)
     if signature is not None:
         parameters = list(signature.parameters.values())
