@@ -175,11 +175,11 @@ class LocalCluster:
         names = {island.name for island in self.islands}
         try:
             remaining_s = deadline - time.monotonic()
-            formed = _in_thread(wait_for_islands, self.address, names, remaining_s, self.what_ended, self._identity)
+            formed = in_thread(wait_for_islands, self.address, names, remaining_s, self.what_ended, self._identity)
         except PathwayError as error:
             raise ConnectError(f"the cluster did not start: {self.what_ended() or error}") from None
         if not formed:
-            status = _in_thread(fetch_status, self.address, 2.0, self._identity)
+            status = in_thread(fetch_status, self.address, 2.0, self._identity)
             reasons = "; ".join(f"{wait['what']} {wait['reason']}" for wait in status["waits"])
             raise ConnectError(
                 f"the cluster did not start in time: {reasons or self.what_ended() or 'no reason given'}"
@@ -218,7 +218,7 @@ class LocalCluster:
         self.stop()
 
 
-def _in_thread(function: Any, *arguments: Any) -> Any:
+def in_thread(function: Any, *arguments: Any) -> Any:
     """`trio.run` in a thread of its own: the caller's may be running trio, or asyncio, already."""
     result: list[Any] = []
     failure: list[BaseException] = []

@@ -72,6 +72,10 @@ class PermissionDeniedError(PathwayError, PermissionError):
     """The session, key or role may not do that."""
 
 
+class LimitError(PathwayError):
+    """A limit that the cluster's operator has set is reached. The message names the setting."""
+
+
 class Cancelled(PathwayError):
     """The run was cancelled before its result was there."""
 

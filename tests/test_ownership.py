@@ -11,6 +11,7 @@ import pytest
 from pathway.dataflow.layout import Aval, Layout, Sharding
 from pathway.dataflow.plan import Edge, Execute, Gang, Part
 from pathway.errors import PermissionDeniedError, ProtocolError
+from pathway.sched.clients import Limits
 from pathway.sched.core import SchedulerCore, SchedulerSettings
 from pathway.sched.events import Close, MessageReceived, Send
 from pathway.sched.ownership import check_reach, reach_of_plan, within
@@ -37,8 +38,8 @@ def payload(part: Part, incarnation: int = 1, computations: tuple[str, ...] = ()
 class Cluster:
     """A scheduler's core with islands of one host and four devices."""
 
-    def __init__(self, *islands: str) -> None:
-        self.core = SchedulerCore(SchedulerSettings(), random.Random(5), 0.0)
+    def __init__(self, *islands: str, limits: Limits | None = None) -> None:
+        self.core = SchedulerCore(SchedulerSettings(limits=limits or Limits()), random.Random(5), 0.0)
         for name in islands:
             worker, executor = f"worker {name}".encode(), f"executor {name}".encode()
             self.hello(worker, "worker")
@@ -176,3 +177,45 @@ def test_the_directory_tells_the_key_of_each_executor_and_the_status_does_not() 
         "north": (f"tcp://127.0.0.1:9#{key}",),
     }
     assert key not in str(cluster.core.status(1.0))
+
+
+def test_a_session_is_resumed_by_the_key_that_opened_it() -> None:
+    cluster = Cluster()
+    alice, mallory = "a" * 40, "m" * 40
+
+    def hello(peer: bytes, key: str, resume: int = 0, token: int = 0) -> Any:
+        message = m.Hello(PROTOCOL_VERSION, __version__, "client", "", resume, token)
+        return cluster.core.handle(MessageReceived(peer, message, key), 1.0)[0]
+
+    welcome = hello(ALICE, alice).message
+    stolen = hello(MALLORY, mallory, welcome.session, welcome.token)
+    assert isinstance(stolen, Close)
+    assert stolen.refused == m.Refused("PermissionDeniedError", "the session does not belong to this connection")
+    guessed = hello(b"another", alice, welcome.session, welcome.token + 1)
+    assert isinstance(guessed, Close)
+    resumed = hello(b"again", alice, welcome.session, welcome.token)
+    assert isinstance(resumed, Close)  # of the connection that had it
+    assert resumed.peer == ALICE
+
+
+def test_limits_are_named_by_their_settings() -> None:
+    cluster = Cluster("east", limits=Limits(sessions=1, plans_per_session=2))
+    cluster.hello(ALICE, "client")
+    [refused] = cluster.hello(MALLORY, "client")
+    assert isinstance(refused, Close)
+    assert refused.refused == m.Refused("LimitError", "the scheduler has 1 sessions, which is its limit (max_sessions)")
+    bound = cluster.slice(ALICE, 1, 2)
+    for number in (1, 2, 2):
+        [sent] = cluster.say(ALICE, m.RegisterPlan(number, "plan", (payload(part("east", *bound.devices)),))) or [None]
+        assert not isinstance(sent, m.PlanFailed)
+    [failed] = cluster.say(ALICE, m.RegisterPlan(3, "plan", (payload(part("east", *bound.devices)),)))
+    assert isinstance(failed, m.PlanFailed)
+    assert (failed.error.kind, failed.error.message) == (
+        "LimitError",
+        "the session has 2 plans, which is the limit (max_plans_per_session)",
+    )
+    cluster.say(ALICE, m.ReleasePlan(1))
+    assert cluster.say(ALICE, m.RegisterPlan(3, "plan", (payload(part("east", *bound.devices)),)))
+    cluster.say(ALICE, m.Goodbye())
+    [welcome, _] = cluster.hello(MALLORY, "client")
+    assert isinstance(welcome, m.Welcome)

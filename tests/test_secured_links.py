@@ -135,7 +135,7 @@ def test_strangers_are_told_what_is_wrong_at_once(tmp_path: Path) -> None:
         async with house(tmp_path) as here:
             scheduler = here.identity("client").scheduler
             for identity, complaint in (
-                (None, "one side uses keys and the other does not"),
+                (None, "it wants a key, and none is set here"),
                 (Identity(KeyPair.random(), scheduler), "refused our key"),
                 (Identity(here.identity("client").own, KeyPair.random().public), "key"),
             ):

@@ -73,7 +73,9 @@ def _worker(options: argparse.Namespace, settings: Settings) -> int:
 
 def _up(options: argparse.Namespace, settings: Settings) -> int:
     from pathway.embedded import start_local_cluster
+    from pathway.transport.security import refuse_open_bind
 
+    refuse_open_bind(settings.bind, settings.key_paths("scheduler"), settings.insecure, "the scheduler's address")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -84,12 +86,15 @@ def _up(options: argparse.Namespace, settings: Settings) -> int:
         options.platform,
         options.preload,
         bind=settings.bind,
+        keys=settings.keys,
+        environment={"PATHWAY_INSECURE": "1"} if settings.insecure else None,
         log_level=options.log_level or "info",
     ) as cluster:
         print(f"a cluster of {options.islands} islands with {options.hosts * options.devices} devices each is up at")
         print(f"  {cluster.address}")
-        print(f"connect with   pathway.connect({cluster.address!r})   or   PATHWAY_ADDRESS={cluster.address}")
-        print(f"look at it     pathway status --address {cluster.address}")
+        argument, flag = (f", keys={settings.keys!r}", f" --keys {settings.keys}") if settings.keys else ("", "")
+        print(f"connect with   pathway.connect({cluster.address!r}{argument})   or   PATHWAY_ADDRESS={cluster.address}")
+        print(f"look at it     pathway status --address {cluster.address}{flag}")
         print("Ctrl-C stops it", flush=True)
         while not stop.wait(1.0):
             if ended := cluster.what_ended():

@@ -51,9 +51,7 @@ def _scheduler(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--credits-per-island", type=int, metavar="K", help="runs in flight on an island past the scheduler (16)"
     )
-    parser.add_argument(
-        "--insecure", action="store_true", default=None, help="listen without keys where other machines can reach it"
-    )
+    _insecure(parser)
     parser.add_argument("--allowed-keys", metavar="FILE", help="the list of keys that may connect")
     _common(parser)
     _child(parser)
@@ -77,6 +75,7 @@ def _worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--preload", action="append", default=[], metavar="MODULE", help="import it in the executor; can be given again"
     )
     parser.add_argument("--host-address", default="", metavar="IP", help="where the other hosts reach this one")
+    _insecure(parser)
     _common(parser)
     _child(parser)
 
@@ -94,7 +93,8 @@ def _up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--platform", default="cpu", metavar="P", help="JAX's name for them (cpu)")
     parser.add_argument("--preload", action="append", default=[], metavar="MODULE", help="import it in executors")
     parser.add_argument("--bind", metavar="ADDRESS", help="where the scheduler listens (tcp://127.0.0.1:7777)")
-    _common(parser)
+    _insecure(parser)
+    _common(parser, own_key=False)
 
 
 def _status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -128,11 +128,18 @@ def _keygen(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
+def _insecure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--insecure", action="store_true", default=None, help="listen without keys where other machines can connect"
+    )
+
+
+def _common(parser: argparse.ArgumentParser, own_key: bool = True) -> None:
     keys = parser.add_argument_group("keys (docs/security.md)")
     keys.add_argument("--keys", metavar="DIR", help="a directory that pathway keygen made")
-    keys.add_argument("--key", metavar="FILE", help="a key pair of one's own")
-    keys.add_argument("--scheduler-key", metavar="FILE", help="the scheduler's public key")
+    if own_key:
+        keys.add_argument("--key", metavar="FILE", help="a key pair of one's own")
+        keys.add_argument("--scheduler-key", metavar="FILE", help="the scheduler's public key")
     logs = parser.add_argument_group("logs")
     logs.add_argument(
         "--log-format", choices=["auto", "terminal", "json"], help="auto: readable on a terminal, else JSON"

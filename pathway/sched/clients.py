@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pathway.errors import ErrorInfo
@@ -25,6 +26,14 @@ TokenOf = Callable[[int, str | None], int]
 """What proves a session: (session, the client's public key) -> token."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the operator allows."""
+
+    sessions: int = 1000
+    plans_per_session: int = 10_000
+
+
 class Clients:
     """`grace_until`: how long slices wait for islands that nobody has announced yet. `ending`: why no new work is taken
     ("" while it is)."""
@@ -38,6 +47,7 @@ class Clients:
         lease_s: float,
         grace_until: float,
         token_of: TokenOf | None,
+        limits: Limits,
     ) -> None:
         self.sessions: dict[int, Session] = {}
         self.waiting_slices: dict[tuple[int, int], Slice] = {}
@@ -50,6 +60,7 @@ class Clients:
         self._numbers = numbers
         self._lease_s = lease_s
         self._grace_until = grace_until
+        self._limits = limits
         self._token_of = token_of or (lambda session, key: numbers.getrandbits(62) + 1)
         timers.at(grace_until, self.bind_waiting)
         self.handlers: dict[type, Callable[[Peer, Any, float, list[Instruction]], None]] = {
@@ -72,8 +83,13 @@ class Clients:
             out.append(Close(peer.key, m.Refused("ConnectError", f"the scheduler takes no new clients: {self.ending}")))
             return None
         if not hello.resume:
+            if len(self.sessions) >= self._limits.sessions:
+                reason = f"the scheduler has {len(self.sessions)} sessions, which is its limit (max_sessions)"
+                out.append(Close(peer.key, m.Refused("LimitError", reason)))
+                return None
             number = self._numbers.getrandbits(62) + 1
-            session = Session(number, hello.name, self._token_of(number, peer.public_key), peer.key, now)
+            token = self._token_of(number, peer.public_key)
+            session = Session(number, hello.name, token, peer.key, now, peer.public_key)
             self.sessions[number] = session
         else:
             found = self.sessions.get(hello.resume)
@@ -81,7 +97,7 @@ class Clients:
                 reason = f"session {hello.resume:x} is unknown here: its lease of {self._lease_s:g} s ran out"
                 out.append(Close(peer.key, m.Refused("SessionLostError", reason)))
                 return None
-            if hello.token != found.token:
+            if hello.token != found.token or peer.public_key != found.public_key:
                 reason = "the session does not belong to this connection"
                 out.append(Close(peer.key, m.Refused("PermissionDeniedError", reason)))
                 return None
@@ -196,6 +212,10 @@ class Clients:
 
     def _register_plan(self, peer: Peer, message: m.RegisterPlan, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
+        if len(session.plans) >= self._limits.plans_per_session and message.plan not in session.plans:
+            reason = f"the session has {len(session.plans)} plans, which is the limit (max_plans_per_session)"
+            session.tell(m.PlanFailed(message.plan, ErrorInfo("LimitError", reason)), now, self._lease_s, out)
+            return
         plan = session.plans[message.plan] = self.plans.register(session, message, out)
         if plan.error is not None:
             session.tell(m.PlanFailed(message.plan, plan.error), now, self._lease_s, out)

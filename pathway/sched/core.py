@@ -16,7 +16,7 @@ import msgspec
 
 from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.sched import status
-from pathway.sched.clients import Clients, TokenOf
+from pathway.sched.clients import Clients, Limits, TokenOf
 from pathway.sched.cluster import Cluster, ClusterSettings, Island
 from pathway.sched.events import (
     AccessChanged,
@@ -49,6 +49,7 @@ class SchedulerSettings:
     exit_grace_s: float = 0.5
     peers: PeerSettings = field(default_factory=PeerSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    limits: Limits = field(default_factory=Limits)
 
 
 class SchedulerCore:
@@ -75,6 +76,7 @@ class SchedulerCore:
             settings.peers.lease_s,
             now + settings.grace_s,
             token_of,
+            settings.limits,
         )
         self.peers = Peers(settings.peers, self.timers, self)
         self.access: m.AccessList | None = None

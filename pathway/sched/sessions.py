@@ -48,15 +48,19 @@ class Session:
         "opened_at",
         "peer",
         "plans",
+        "public_key",
         "runs",
         "slices",
         "token",
     )
 
-    def __init__(self, session: int, name: str, token: int, peer: PeerKey, now: float) -> None:
+    def __init__(
+        self, session: int, name: str, token: int, peer: PeerKey, now: float, public_key: str | None = None
+    ) -> None:
         self.id = session
         self.name = name or f"{session:x}"
         self.token = token
+        self.public_key = public_key  # who opened it, and who alone can resume it (N-1)
         self.peer: PeerKey | None = peer
         self.opened_at = now
         self.detached_at = 0.0

@@ -78,7 +78,7 @@ class SecretKey:
 class KeyPair:
     """A process's own keys."""
 
-    public: PublicKey
+    public: PublicKey = field(repr=False)
     secret: SecretKey
 
     @classmethod

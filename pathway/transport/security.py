@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -39,7 +39,7 @@ class Identity:
     """What a process connects with: its own keys, and the key it expects of the scheduler."""
 
     own: KeyPair
-    scheduler: PublicKey | None = None
+    scheduler: PublicKey | None = field(default=None, repr=False)
 
     @classmethod
     def load(cls, key_file: Path, scheduler_key_file: Path | None) -> Identity:
@@ -130,8 +130,11 @@ def sender_key(frame: zmq.Frame) -> PublicKey | None:
         return None
 
 
-def handshake_failure(event: int, value: int) -> str:
+def handshake_failure(event: int, value: int, with_keys: bool) -> str:
     """Why a handshake failed, from a monitor's event on the connecting side; "" where the event is another."""
+    failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    if event & failed and not with_keys:
+        return "it ended the handshake: it wants a key, and none is set here, or it is no Pathway process"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "it refused our key: the key is not on its allow-list, or was revoked"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -318,6 +318,7 @@ class Dealer(Link):
         if listener_key is None and identity is not None:
             listener_key = identity.scheduler
         self._connected = False
+        self._has_keys = identity is not None
         self._end_reason: str | None = None
         try:
             secure_client(self._socket, identity, listener_key)
@@ -382,7 +383,7 @@ class Dealer(Link):
             case zmq.EVENT_DISCONNECTED:
                 self._end(CLOSED if self._connected else "what listens there is no Pathway process")
             case _:
-                if reason := handshake_failure(event, value):
+                if reason := handshake_failure(event, value, self._has_keys):
                     self._end(reason)
 
     def _end(self, reason: str) -> None:
