@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("NPROC", "32")
@@ -13,6 +13,7 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import msgspec
 import pytest
+import trio
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pathway.dataflow.computation import ComputationMetadata
@@ -37,6 +38,16 @@ def wide() -> Iterator[None]:
     """64-bit types, as an executor's process has them throughout."""
     with jax.enable_x64(True):
         yield
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test under trio, with its fixtures."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        trio.run(functools.partial(test, **fixtures))
+
+    return run
 
 
 def layout(
@@ -72,7 +83,9 @@ def lowered(
             out = [each.sharding for each in outputs]
         else:
             out = [
-                inputs[0].sharding if len(each.shape) == len(inputs[0].aval.shape) else Sharding(mesh).of_rank(each.ndim)
+                inputs[0].sharding
+                if len(each.shape) == len(inputs[0].aval.shape)
+                else Sharding(mesh).of_rank(each.ndim)
                 for each in shapes
             ]
         jitted = jax.jit(

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
-from tests.executor_tools import BACKEND_DEVICES, compiled, layout, lowered, shared_backend, wide  # noqa: F401
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from pathway.dataflow.layout import numpy_dtype
 from pathway.errors import CompileError, DeletedError, DeviceMemoryError, ExecutionError
 from pathway.executor import backend as xla
 from pathway.executor.backend import Backend
 from pathway.executor.compile_cache import CompileCache
+from tests.executor_tools import BACKEND_DEVICES, compiled, layout, lowered, shared_backend, wide  # noqa: F401
+
+DTYPES = [
+    "bool",
+    "int8",
+    "uint32",
+    "int64",
+    "uint64",
+    "float64",
+    "complex64",
+    "complex128",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int4",
+    "uint4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +69,7 @@ def test_a_computation_with_a_collective_runs_on_all_devices(backend: Backend) -
         np.testing.assert_array_equal(backend.view(y, whole, device), value.sum(0))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["bool", "int8", "uint32", "int64", "uint64", "float64", "complex64", "complex128", "bfloat16", "float16"]
-    + ["float8_e4m3fn", "float8_e5m2", "int4", "uint4"],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0, 3)])
 def test_any_dtype_and_shape_comes_back_as_it_was(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
     where = layout(shape, dtype, [1, 3], {"d": 2})
@@ -139,7 +151,7 @@ def test_a_donated_argument_is_an_error_of_its_own_kind(backend: Backend) -> Non
     increment = compiled(backend, lambda x: (x + 1,), [where], donates=(0,))
     x = backend.array(where, {0: np.zeros(4, np.float32)})
     increment.launch([x], [])
-    with pytest.raises(Exception, match="deleted|donated") as caught:
+    with pytest.raises(Exception, match=r"deleted|donated") as caught:
         increment.launch([x], [])
     assert xla.error_kind(caught.value) is DeletedError
 
@@ -199,8 +211,6 @@ def test_a_cache_forgets_what_was_used_least_recently(tmp_path: Path) -> None:
     for number in range(4):
         cache.put(str(number), bytes(1000))
         path = tmp_path / "cache" / str(number)
-        import os
-
         os.utime(path, (number, number))
     assert cache.get("0") is not None  # used now
     cache.prune()

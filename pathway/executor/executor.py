@@ -116,6 +116,7 @@ class Executor:
             m.RegisterPart: self._register_part,
             m.RegisterComputation: self._compiler.register,
             m.CloseSession: self._close_session,
+            m.FreeBuffers: self._free_buffers,
             m.Directory: self._directory,
             m.AccessList: self._peers.learn_access,
             m.Pong: lambda message: None,
@@ -303,10 +304,13 @@ class Executor:
 
     # -- buffers and sessions ----------------------------------------------------------------------------------------
 
+    def _free_buffers(self, message: m.FreeBuffers) -> None:
+        self._store.give_up(message.session, message.buffers)
+        self.handle(message)
+
     def _free(self, instruction: g.Free) -> None:
         self._puts.free(instruction.session, instruction.buffers)
-        for cell in self._store.free(instruction.session, instruction.buffers):
-            cell.settle()
+        self._store.free(instruction.session, instruction.buffers)
 
     def _close_session(self, message: m.CloseSession) -> None:
         self.handle(message if self._host.index == 0 else g.SessionClosed(message.session))

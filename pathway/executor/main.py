@@ -87,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.Thread(target=cache.prune, name="pathway-prune", daemon=True).start()
     gc.collect()
     gc.freeze()  # what is here now stays, and need not be looked through again
+    code = 1
     try:
         trio.run(_serve, settings, backend)
         code = 0
-    except* LeaderLost as group:
-        print(*group.exceptions, sep="\n", file=sys.stderr)
-        code = 3
+    except* LeaderLost as lost:
+        print(*lost.exceptions, sep="\n", file=sys.stderr)
+    except* Exception:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a clean shutdown of jax.distributed waits for hosts that may be gone
@@ -108,20 +110,22 @@ async def _serve(settings: object, backend: object) -> None:
 
     assert isinstance(settings, Settings)
     assert isinstance(backend, Backend)
-    async with trio.open_nursery() as nursery:
-        gate = None
-        if settings.identity is not None:
-            gate = Gate(settings.identity, process_context())
-            nursery.start_soon(gate.run)
-        executor = Executor(settings, backend, nursery, gate)
-        try:
+    executor = None
+    try:
+        async with trio.open_nursery() as nursery:
+            gate = None
+            if settings.identity is not None:
+                gate = Gate(settings.identity, process_context())
+                nursery.start_soon(gate.run)
+            executor = Executor(settings, backend, nursery, gate)
             nursery.start_soon(executor.run)
             with trio.open_signal_receiver(signal.SIGTERM) as signals:
                 async for _ in signals:
                     break
-        finally:
+            nursery.cancel_scope.cancel()
+    finally:
+        if executor is not None:
             executor.close()
-        nursery.cancel_scope.cancel()
 
 
 def interface_towards(address: str) -> str:

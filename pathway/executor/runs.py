@@ -21,7 +21,7 @@ from pathway.errors import ErrorInfo
 from pathway.executor import backend as xla
 from pathway.executor.bind import BoundGang, BoundPart, BoundSend, Host, failure
 from pathway.executor.completion import Dispatcher, Lanes, Outbox
-from pathway.executor.store import ABSENT, Cell, Poison, Store
+from pathway.executor.store import ABSENT, Cell, Fate, Poison, Store
 from pathway.executor.trace import Recorder, TimedTokens
 
 INLINE_US = 100.0
@@ -33,7 +33,7 @@ ASSUMED_STEP_US = 8.0
 class Run:
     """One run's part on this host. `slots[i]` is an array, a `Poison`, a `Cell` that has no value yet, or None."""
 
-    __slots__ = ("cells", "edges", "part", "run", "session", "slots")
+    __slots__ = ("cells", "edges", "fates", "part", "run", "session", "slots")
 
     def __init__(self, session: int, run: int, part: BoundPart) -> None:
         self.session = session
@@ -41,6 +41,7 @@ class Run:
         self.part = part
         self.slots: list[Any] = [None] * part.slot_count
         self.cells: list[Cell] = []  # of the part's results, in order
+        self.fates: list[tuple[int, Fate]] = []  # of arguments whose values were not known to be sound
         self.edges: dict[int, Any] = {}  # arrivals that are not complete
 
 
@@ -102,8 +103,11 @@ class Launcher:
                 cell = self._store.find(session, argument)
                 if cell is None:
                     slots[slot] = Poison(ErrorInfo("DeletedError", f"buffer {argument} is not on this island"))
-                else:
-                    slots[slot] = cell if cell.value is None else cell.value
+                    continue
+                if not cell.settled:
+                    run.fates.append((slot, cell.fate()))
+                value = cell.value
+                slots[slot] = cell if value is None else value
             else:
                 try:
                     slots[slot] = array_of_bytes(layout, argument)  # type: ignore[arg-type]
@@ -225,6 +229,9 @@ class Launcher:
             value = run.slots[slot]
             if type(value) is Poison:
                 return value.error
+        for slot, fate in run.fates:
+            if fate.error is not None and slot in gang.external:
+                return fate.error
         node = gang.nodes[index] if index < len(gang.nodes) else -1
         return failure(run.part, self._host, node, xla.describe_failure(error))
 
@@ -243,7 +250,7 @@ class Launcher:
         for slot in gang.writes:
             run.slots[slot] = poison
         for index, _ in gang.results:
-            run.cells[index].value = poison
+            run.cells[index].spoil(poison)
 
     # -- in the trio thread again ------------------------------------------------------------------------------------
 

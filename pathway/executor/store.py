@@ -39,10 +39,20 @@ class Absent:
 ABSENT = Absent()
 
 
+class Fate:
+    """Whether a value turned out to be an error, for readers that began before it was known. Holds no memory of a
+    device, as the cell would."""
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: ErrorInfo | None = None
+
+
 class Cell:
     """One buffer. `value` is None until it has one."""
 
-    __slots__ = ("layout", "nbytes", "on_settled", "settled", "value")
+    __slots__ = ("_fate", "layout", "nbytes", "on_settled", "settled", "value")
 
     def __init__(self, layout: Layout | None = None, nbytes: int = 0) -> None:
         self.layout = layout
@@ -50,6 +60,19 @@ class Cell:
         self.value: Any = None
         self.settled = False
         self.on_settled: list[Callable[[], None]] | None = None
+        self._fate: Fate | None = None
+
+    def fate(self) -> Fate:
+        """To be asked for before `value` is looked at: then one of them tells of an error."""
+        if self._fate is None:
+            self._fate = Fate()
+        return self._fate
+
+    def spoil(self, poison: Poison) -> None:
+        """The value is an error after all, or from the start. Any thread; `settle` follows in the trio thread."""
+        self.value = poison
+        if self._fate is not None:
+            self._fate.error = poison.error
 
     def settle(self) -> None:
         """The value is sound, or an error (S-3)."""
@@ -67,11 +90,6 @@ class Cell:
             self.on_settled = [callback]
         else:
             self.on_settled.append(callback)
-
-    def fail(self, error: ErrorInfo) -> None:
-        """The buffer is an error, whatever it was."""
-        self.value = Poison(error)
-        self.settle()
 
 
 CLOSED_SESSIONS_REMEMBERED = 1024
@@ -108,19 +126,22 @@ class Store:
             return None
         return self._sessions.setdefault(session, {}).setdefault(buffer, Cell())
 
-    def free(self, session: int, buffers: tuple[int, ...]) -> list[Cell]:
-        """Forget buffers. Returns the cells that nothing will ever fill: those which were never announced."""
+    def free(self, session: int, buffers: tuple[int, ...]) -> None:
+        """Forget buffers."""
         cells = self._sessions.get(session)
-        if cells is None:
-            return []
-        orphans = []
+        if cells is not None:
+            for buffer in buffers:
+                cells.pop(buffer, None)
+            if not cells:
+                del self._sessions[session]
+
+    def give_up(self, session: int, buffers: tuple[int, ...]) -> None:
+        """Those of `buffers` that were never announced never will be: answer who asked for them."""
         for buffer in buffers:
-            cell = cells.pop(buffer, None)
+            cell = self._sessions.get(session, {}).get(buffer)
             if cell is not None and cell.layout is None:
-                orphans.append(cell)
-        if not cells:
-            del self._sessions[session]
-        return orphans
+                self.free(session, (buffer,))
+                cell.settle()
 
     def close(self, session: int) -> None:
         """Forget all buffers of a session, and ignore it from now on."""
