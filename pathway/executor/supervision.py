@@ -9,8 +9,8 @@ Invariants
        incarnation.
   W-3  A child belongs to the link that ordered it: when the link is lost, or its scheduler goes, the child is ended,
        whatever its incarnation is called.
-  W-4  A refusal ends the worker, but for one: a worker that was taken before, and came back before the scheduler
-       noticed that it had gone, tries again for `REJOIN_S`.
+  W-4  A refusal ends the worker, but for one: a worker whose link broke, and which came back before the scheduler
+       noticed, or while it was ending, tries again for `REJOIN_S`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ class WorkerCore:
     def __init__(self, joined: HostJoined) -> None:
         self._joined = joined
         self._linked = False
-        self._taken = False  # some scheduler has once given an order
         self._child: _Child | None = None
         self._wanted: FormIsland | None = None
         self._exit: Exit | None = None
@@ -172,8 +171,11 @@ class WorkerCore:
         out.append(Send(self._joined))
 
     def _link_ended(self, now: float, out: list[Instruction]) -> None:
-        if not self._linked:
-            return
+        if self._linked:
+            self._rejoin_until = now + REJOIN_S
+            self._drop_link(now, out)
+
+    def _drop_link(self, now: float, out: list[Instruction]) -> None:
         self._linked = False
         self._ping_at = None
         self._wanted = None
@@ -181,8 +183,6 @@ class WorkerCore:
         if self._child is not None:
             self._child.orphaned = True
             self._end_child(now, out)
-        if self._taken and self._rejoin_until is None:
-            self._rejoin_until = now + REJOIN_S
         self._reopen(out)
 
     def _reopen(self, out: list[Instruction]) -> None:
@@ -193,7 +193,7 @@ class WorkerCore:
     def _refused(self, reason: str, now: float, out: list[Instruction]) -> None:
         if self._rejoin_until is not None and now < self._rejoin_until:
             if self._linked:
-                self._link_ended(now, out)
+                self._drop_link(now, out)
             else:
                 self._reopen(out)
         else:
@@ -202,12 +202,10 @@ class WorkerCore:
     def _received(self, message: Message, now: float, out: list[Instruction]) -> None:
         match message:
             case FormIsland() as form:
-                self._taken = True
                 self._rejoin_until = None
                 self._retry_s = FIRST_RETRY_S
                 self._form(form, now, out)
             case StopExecutor(_, incarnation):
-                self._taken = True
                 self._stop_executor(incarnation, now, out)
             case Refused("DisconnectedError"):  # it took us for lost, or has never heard of us
                 self._link_ended(now, out)

@@ -50,13 +50,13 @@ class Announcement:
 
     def make(self, address: str) -> None:
         line = address + "\n"
-        if self.descriptor >= 0:
-            os.write(self.descriptor, line.encode())
-            os.close(self.descriptor)
         if self.file is not None:
             draft = self.file.with_name(f"{self.file.name}.{os.getpid()}")
             draft.write_text(line)
             draft.replace(self.file)  # whoever reads it finds all of it or nothing
+        if self.descriptor >= 0:
+            os.write(self.descriptor, line.encode())
+            os.close(self.descriptor)
 
 
 async def serve(
