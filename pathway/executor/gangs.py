@@ -6,6 +6,7 @@ its order: which gang waits for which edges, arguments and other gangs.
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 from pathway.dataflow.plan import Execute, Gang, Part
@@ -18,8 +19,8 @@ from pathway.transport.messages import Message, PutOnIsland, StartPart
 class GangInfo(Struct, frozen=True):
     """The conditions of one gang. `needs`: gangs of this part that must have their place before it. `producers`: those
     of them whose values it reads, so that their errors are its own. `reads` and `donates`: positions in the part's
-    arguments. `results`: the numbers of the results that exist once it is placed. `dependents`: the inverse of
-    `needs`."""
+    arguments. `results`: the numbers of the results that exist once it is placed; `rereads`: results of earlier gangs
+    that it reads, so that nobody may be given them meanwhile. `dependents`: the inverse of `needs`."""
 
     needs: tuple[int, ...] = ()
     producers: tuple[int, ...] = ()
@@ -27,6 +28,7 @@ class GangInfo(Struct, frozen=True):
     reads: tuple[int, ...] = ()
     donates: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+    rereads: tuple[int, ...] = ()
     dependents: tuple[int, ...] = ()
 
 
@@ -59,20 +61,7 @@ def with_result_gangs(part: Part) -> Part:
     ]
     if not extra:
         return part
-    return Part(
-        plan_name=part.plan_name,
-        island=part.island,
-        platform=part.platform,
-        slots=part.slots,
-        arguments=part.arguments,
-        results=part.results,
-        gangs=part.gangs + tuple(extra),
-        edges_in=part.edges_in,
-        edges_out=part.edges_out,
-        names=part.names,
-        sources=part.sources,
-        slices=part.slices,
-    )
+    return msgspec.structs.replace(part, gangs=part.gangs + tuple(extra))
 
 
 def part_info(part: Part, devices_per_host: int) -> PartInfo:
@@ -82,6 +71,7 @@ def part_info(part: Part, devices_per_host: int) -> PartInfo:
     that read it to have their place: the plan's own order would have protected them.
     """
     target_edges = {edge.target_slot: edge.index for edge in part.edges_in}
+    edge_targets = {edge.index: edge.target_slot for edge in part.edges_in}
     argument_positions: dict[int, list[int]] = {}
     for position, slot in enumerate(part.arguments):
         argument_positions.setdefault(slot, []).append(position)
@@ -117,11 +107,9 @@ def part_info(part: Part, devices_per_host: int) -> PartInfo:
             writer[slot] = number
         for slot in reads:
             readers.setdefault(slot, []).append(number)
-        defined = [
-            slot
-            for slot in (*own, *reads, *(e.target_slot for e in part.edges_in if e.index in edges))
-            if slot not in published
-        ]
+        defined = [slot for slot in (*own, *reads) if slot not in published]
+        defined += [slot for edge in edges if (slot := edge_targets[edge]) not in published and slot not in reads]
+        rereads = [slot for slot in reads if slot in published]
         published.update(defined)
         infos.append(
             GangInfo(
@@ -131,16 +119,14 @@ def part_info(part: Part, devices_per_host: int) -> PartInfo:
                 reads=tuple(sorted(position for slot in reads for position in argument_positions.get(slot, ()))),
                 donates=tuple(sorted(p for slot in set(donated) for p in argument_positions.get(slot, ()))),
                 results=tuple(sorted(n for slot in set(defined) for n in result_numbers.get(slot, ()))),
+                rereads=tuple(sorted(n for slot in rereads for n in result_numbers.get(slot, ()))),
             )
         )
     dependents: list[list[int]] = [[] for _ in infos]
     for number, info in enumerate(infos):
         for needed in info.needs:
             dependents[needed].append(number)
-    gangs = tuple(
-        GangInfo(i.needs, i.producers, i.edges, i.reads, i.donates, i.results, tuple(d))
-        for i, d in zip(infos, dependents, strict=True)
-    )
+    gangs = tuple(msgspec.structs.replace(i, dependents=tuple(d)) for i, d in zip(infos, dependents, strict=True))
     edges_in = {
         edge.index: EdgeInfo(
             source_island=edge.source_island,

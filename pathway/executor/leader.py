@@ -7,7 +7,8 @@ Invariants
        gangs it needs have theirs. So a placed gang waits only for gangs before it, and gangs that are not ready are
        overtaken. Gangs that become ready together keep the order of their runs.
   L-1  A buffer is freed only when the client has released it and no gang without a place reads it.
-  L-2  A gang that donates an argument gets its place after every gang submitted before it that reads the same buffer.
+  L-2  A gang that donates an argument gets its place after every gang submitted before it that reads the same buffer,
+       also as a value of the run that made it.
   L-3  An error goes where the values would have gone: a gang that cannot have an input is poisoned with the input's own
        error, in the order, and its results and edges carry that error on. A part always ends.
   L-4  A part is over when every host has finished all of its gangs; then its run and its credit are given back, once.
@@ -190,9 +191,9 @@ class LeaderCore:
             plan.waiting.append(part)
         for number, gang in enumerate(info.gangs):
             key = (part, number)
-            read = tuple(
-                dict.fromkeys(a for a in (arguments[position] for position in gang.reads) if isinstance(a, int))
-            )
+            given = (arguments[position] for position in gang.reads)
+            made = (first_result + result for result in gang.rereads)
+            read = tuple(dict.fromkeys((*(buffer for buffer in given if isinstance(buffer, int)), *made)))
             donated = {arguments[position] for position in gang.donates}
             part.buffers.append(read)
             for argument in read:
