@@ -475,7 +475,7 @@ async def test_a_preloaded_target_that_fails_names_its_node_and_traces(tmp_path:
         async with islands(tmp_path / "cache", "--preload", "boom_targets", east=(1, 2)) as scheduler:
             split = layout((2,), "float32", [0, 1], {"d": 2}, [("d",)])
             increment = lowered(lambda x: (x + 1,), [split])
-            mesh = jax.sharding.AbstractMesh((2,), ("d",))
+            mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
             spec = jax.sharding.PartitionSpec("d")
 
             def explode(x: Any) -> tuple[Any]:
