@@ -44,6 +44,13 @@ class Settings:
     """Runs in flight on an island, past the scheduler (O-7)."""
     drain_s: float = 10.0
     """How long a scheduler that is told to stop waits for the runs it has."""
+    max_sessions: int = 1000
+    """Clients connected at once."""
+    max_plans_per_session: int = 10_000
+    max_message_mib: int = 256
+    """The largest message that a scheduler takes. Computations are the largest."""
+    max_undelivered_mib: int = 256
+    """A peer for which more than this waits, because it does not take it, is disconnected."""
     keys: str = ""
     """A directory with keys, as `pathway keygen DIR` makes it: each process takes the key of its kind."""
     key: str = ""
@@ -63,8 +70,15 @@ class Settings:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)!r}")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s must not be below 0: {self.drain_s!r}")
-        if self.credits_per_island < 1:
-            raise ConfigError(f"credits_per_island must be at least 1, not {self.credits_per_island!r}")
+        for name in (
+            "credits_per_island",
+            "max_sessions",
+            "max_plans_per_session",
+            "max_message_mib",
+            "max_undelivered_mib",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)!r}")
         if self.host_silence_s <= 2 * self.heartbeat_s:
             raise ConfigError(
                 f"host_silence_s ({self.host_silence_s:g}) must be more than two heartbeats "

@@ -60,8 +60,9 @@ def secrets_in(keys: Path) -> list[bytes]:
 def descendants(pid: int) -> list[int]:
     found = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*"):
-        for child in (task / "children").read_text().split():
-            found += descendants(int(child))
+        with contextlib.suppress(OSError):  # that thread has ended
+            for child in (task / "children").read_text().split():
+                found += descendants(int(child))
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+import zmq
 
 from pathway.errors import ConfigError, ConnectError, PathwayError, PermissionDeniedError
 from pathway.transport import messages as m
@@ -294,6 +295,68 @@ def test_links_to_executors_reach_their_own_session_only(tmp_path: Path) -> None
                 assert isinstance(error, PermissionDeniedError)
                 assert re.search("Fetch names a session of somebody else", str(error))
                 nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_a_peer_that_takes_nothing_is_cut_off_and_no_other() -> None:
+    async def main() -> None:
+        with (
+            trio.fail_after(TIMEOUT_S),
+            Router.bind(
+                "tcp://127.0.0.1:0", max_undelivered_bytes=1 << 20, socket_options={zmq.SNDHWM: 4, zmq.SNDBUF: 1 << 16}
+            ) as router,
+        ):
+            stuck: zmq.Socket[bytes] = process_context().socket(zmq.DEALER)
+            for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 1 << 16), (zmq.LINGER, 0)):
+                stuck.setsockopt(option, value)
+            stuck.connect(router.address)
+            stuck.send(m.encode([hello("client")]))
+            [delivery] = await router.receive_batch()
+            other = await Dealer.connect(router.address, hello("client"))
+            [honest] = await router.receive_batch()
+            assert isinstance(delivery, Delivery)
+            assert isinstance(honest, Delivery)
+            sent = 0
+            async with trio.open_nursery() as nursery:
+                send, arrivals = trio.open_memory_channel[Delivery | PeerGone](10)
+                nursery.start_soon(serve, router, send)
+                while not arrivals.statistics().current_buffer_used:
+                    assert sent < 1000
+                    router.send_with_blob(delivery.peer, m.Ping(sent), bytes(1 << 18))
+                    sent += 1
+                    await trio.lowlevel.checkpoint()
+                gone = await arrivals.receive()
+                assert isinstance(gone, PeerGone)
+                assert re.fullmatch(
+                    r"[\d,]+ bytes wait for it, and it does not take them \(max_undelivered_mib\)", gone.reason
+                )
+                router.post(honest.peer, m.Ping(7))
+                router.flush()
+                [answer] = await other.receive_batch()
+                assert isinstance(answer, Delivery)
+                nursery.cancel_scope.cancel()
+            other.close()
+            stuck.close()
+
+    trio.run(main)
+
+
+def test_a_message_over_the_limit_ends_its_connection(tmp_path: Path) -> None:
+    async def main() -> None:
+        with (
+            trio.fail_after(TIMEOUT_S),
+            Router.bind("tcp://127.0.0.1:0", socket_options={zmq.MAXMSGSIZE: 1 << 16}) as router,
+        ):
+            dealer = await Dealer.connect(router.address, hello("client"))
+            await router.receive_batch()
+            async with trio.open_nursery() as nursery:
+                send, arrivals = trio.open_memory_channel[Delivery | PeerGone](10)
+                nursery.start_soon(serve, router, send)
+                dealer.send_with_blob(m.Ping(1), bytes(1 << 17))
+                assert isinstance(await arrivals.receive(), PeerGone)
+                nursery.cancel_scope.cancel()
+            dealer.close()
 
     trio.run(main)
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trio
+import zmq
 
 from pathway.actor import Actor
 from pathway.config import Settings
 from pathway.errors import ConfigError
+from pathway.sched.clients import Limits
 from pathway.sched.core import SchedulerCore, SchedulerSettings
 from pathway.sched.events import (
     AccessChanged,
@@ -72,7 +74,13 @@ async def serve(
         if keys.allow_list is None:
             raise ConfigError("a scheduler with keys needs a list of those it lets in: give keys or allowed_keys")
         gate = Gate(identity, process_context(), AllowListFile(keys.allow_list))
-    router = Router.bind(settings.bind, gate=gate, admit=admit_to_scheduler)
+    router = Router.bind(
+        settings.bind,
+        gate=gate,
+        admit=admit_to_scheduler,
+        max_undelivered_bytes=settings.max_undelivered_mib << 20,
+        socket_options={zmq.MAXMSGSIZE: settings.max_message_mib << 20},
+    )
     try:
         await Daemon(settings, router, gate).run(announcement, ready)
     finally:
@@ -101,6 +109,7 @@ class Daemon:
                     executor_silence_s=settings.executor_silence_s,
                     lease_s=settings.lease_s,
                 ),
+                limits=Limits(settings.max_sessions, settings.max_plans_per_session),
             ),
             random.SystemRandom(),
             time.monotonic(),

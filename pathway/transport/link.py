@@ -106,6 +106,7 @@ class Link(ABC):
         self._readiness = Readiness(int(self._socket.FD), int(self._monitor.FD))
         self._outboxes: dict[Peer, list[Message]] = {}
         self._held_back: dict[Peer, deque[list[Any]]] = {}  # T-3
+        self._undelivered_bytes: dict[Peer, int] = {}  # of those
         self._flushed = trio.Event()
         self._arrived: Batch = []
         self._full_batch = True  # the last call returned without having waited: let the others run first
@@ -138,10 +139,14 @@ class Link(ABC):
         self._after_send()
 
     def _send(self, peer: Peer, frames: list[Any]) -> None:
-        if peer in self._held_back:
-            self._held_back[peer].append(frames)
-        elif not self._transmit(peer, frames):
-            self._held_back[peer] = deque([frames])
+        waiting = self._held_back.get(peer)
+        if waiting is None:
+            if self._transmit(peer, frames):
+                return
+            waiting = self._held_back[peer] = deque()
+        waiting.append(frames)
+        nbytes = self._undelivered_bytes[peer] = self._undelivered_bytes.get(peer, 0) + _nbytes(frames)
+        self._hold_back(peer, nbytes)
 
     def _transmit(self, peer: Peer, frames: list[Any]) -> bool:
         """Whether the frames left, or never can. Only the first part of a message can be refused by ZeroMQ."""
@@ -164,12 +169,16 @@ class Link(ABC):
     def _retry_held_back(self) -> None:
         for peer, waiting in list(self._held_back.items()):
             while waiting and self._transmit(peer, waiting[0]):
-                waiting.popleft()
+                self._undelivered_bytes[peer] -= _nbytes(waiting.popleft())
             if not waiting:
-                del self._held_back[peer]
+                self._drop_held_back(peer)
         if not self._held_back:
             self._flushed.set()
             self._flushed = trio.Event()
+
+    def _drop_held_back(self, peer: Peer) -> None:
+        self._held_back.pop(peer, None)
+        self._undelivered_bytes.pop(peer, None)
 
     def _after_send(self) -> None:
         if self._readiness.parked and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # T-1
@@ -258,6 +267,9 @@ class Link(ABC):
     def _observe(self, event: int, value: int) -> None:
         """The monitor says so."""
 
+    def _hold_back(self, peer: Peer, nbytes: int) -> None:  # noqa: B027 (a link need not mind)
+        """So many bytes wait for a peer that does not take them."""
+
     @abstractmethod
     def _unreachable(self, peer: Peer) -> None:
         """A send found that there is no such peer."""
@@ -313,6 +325,10 @@ def frames_of(messages: Sequence[Message]) -> list[bytes]:
         return [frame]
     half = len(messages) // 2
     return frames_of(messages[:half]) + frames_of(messages[half:])
+
+
+def _nbytes(frames: Sequence[Any]) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
 
 
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}

@@ -11,7 +11,7 @@ from typing import Self
 import trio
 import zmq
 
-from pathway.errors import ConfigError, ConnectError, PermissionDeniedError, ProtocolError
+from pathway.errors import ConfigError, ConnectError, LimitError, PermissionDeniedError, ProtocolError
 from pathway.transport.authenticator import Gate
 from pathway.transport.handshake import hello, reason_to_refuse, refusal_of_undecodable, refusal_to_exception
 from pathway.transport.keys import Change, PublicKey
@@ -31,6 +31,10 @@ from pathway.transport.security import (
 __all__ = ["Batch", "Blob", "Dealer", "Delivery", "Peer", "PeerGone", "Router", "hello"]
 
 CLOSED = "the connection was closed"
+
+LIMITED_FRAMES = 1024
+"""Frames for one peer that ZeroMQ takes from a router which limits undelivered bytes; the rest is held back here, and
+counted."""
 
 REFUSAL_GRACE_S = 0.25
 """A refused peer has this long to read why; then its connection is cut."""
@@ -63,7 +67,8 @@ class _Known:
 
 class Router(Link):
     """A bound socket with many peers. With a `gate` it asks them for keys, and ends their connections when their keys
-    are revoked; with `admit` it checks who may say what."""
+    are revoked; with `admit` it checks who may say what; with `max_undelivered_bytes` it ends the connection of a peer
+    for which more than that waits, in addition to `LIMITED_FRAMES` that ZeroMQ has."""
 
     _socket_is_router = True
 
@@ -74,10 +79,11 @@ class Router(Link):
         *,
         gate: Gate | None = None,
         admit: Admit | None = None,
+        max_undelivered_bytes: int | None = None,
         socket_options: Mapping[int, int | bytes] | None = None,
     ) -> Router:
         """Bind to `address`, for example `tcp://127.0.0.1:0`. Raises `ConfigError` if that cannot be."""
-        return cls(address, socket_options or {}, gate, admit)
+        return cls(address, socket_options or {}, gate, admit, max_undelivered_bytes)
 
     def __init__(
         self,
@@ -85,8 +91,11 @@ class Router(Link):
         options: Mapping[int, int | bytes],
         gate: Gate | None = None,
         admit: Admit | None = None,
+        max_undelivered_bytes: int | None = None,
     ) -> None:
-        super().__init__(zmq.ROUTER, {zmq.ROUTER_MANDATORY: 1, **options})
+        limits = {} if max_undelivered_bytes is None else {zmq.SNDHWM: LIMITED_FRAMES}
+        super().__init__(zmq.ROUTER, {zmq.ROUTER_MANDATORY: 1, **limits, **options})
+        self._max_undelivered_bytes = max_undelivered_bytes
         self._gate = gate
         self._admit = admit
         self._cuts: dict[Peer, float] = {}  # refused peers, and when their connections are cut
@@ -207,6 +216,13 @@ class Router(Link):
             if known is not None and known.connection is not None:
                 known.connection.cut()
 
+    def _hold_back(self, peer: Peer, nbytes: int) -> None:
+        limit = self._max_undelivered_bytes
+        if limit is not None and nbytes > limit:
+            reason = f"{nbytes:,} bytes wait for it, and it does not take them (max_undelivered_mib)"
+            self._refuse(peer, Refused(LimitError.__name__, reason))
+            self._readiness.wake()
+
     def _connection_closed(self, peer: Peer) -> None:
         self._ended.setdefault(peer, CLOSED)
         self._closed.add(peer)
@@ -243,7 +259,7 @@ class Router(Link):
             if known is not None and self._peer_of_descriptor.get(known.descriptor) == peer:
                 del self._peer_of_descriptor[known.descriptor]
             self._outboxes.pop(peer, None)
-            self._held_back.pop(peer, None)
+            self._drop_held_back(peer)
             self._cuts.pop(peer, None)
         self._closed.clear()
 
