@@ -1,0 +1,54 @@
+"""The simulated devices of SimNet."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pathway.errors import ErrorInfo
+
+if TYPE_CHECKING:
+    from pathway.testing.sim_executor import SimExecutor
+    from pathway.testing.simnet import SimNet
+
+
+class SimDevices:
+    """The devices of one incarnation of an island: a gang starts when it is at the head of every host's queue, so hosts
+    that disagree about the order (O-1) stop for ever; they are found at once, though."""
+
+    def __init__(self, net: SimNet, island: str, hosts: int) -> None:
+        self.net = net
+        self.island = island
+        self.order: list[tuple[int, int, int]] = []
+        self._launched = [0] * hosts
+        self._queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(hosts)]
+        self.executors: dict[int, SimExecutor] = {}
+        self._busy = False
+
+    def launch(self, host: int, gang: tuple[int, int, int]) -> None:
+        place = self._launched[host]
+        self._launched[host] += 1
+        if place == len(self.order):
+            self.order.append(gang)
+        elif self.order[place] != gang:
+            self.net.fail(f"O-1: host {host} of {self.island} starts {gang} where others started {self.order[place]}")
+        self._queues[host].append(gang)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._busy and all(self._queues):
+            self._busy = True
+            self.net.after(self.net.random.expovariate(5000.0), self._end)
+
+    def _end(self) -> None:
+        self._busy = False
+        gang = self._queues[0][0]
+        error = None
+        if self.net.random.random() < self.net.faults.gang_failure:
+            error = ErrorInfo("ExecutionError", f"gang {gang} failed by chance", island=self.island)
+        for queue in self._queues:
+            queue.popleft()
+        for host in list(self.executors):
+            if self.executors[host].alive:
+                self.executors[host].gang_ended(gang, error)
+        self._go_on()
