@@ -18,6 +18,7 @@ from pathway.client.bindings import ArrayKind, Run
 from pathway.client.fetch import ArrayFetch
 from pathway.client.hostvalues import jax_dtype
 from pathway.client.operators import ArrayOperators
+from pathway.dataflow import jaxtypes
 from pathway.dataflow.placed import array_reference, mesh_without_devices
 from pathway.errors import DeletedError, ErrorInfo, to_exception
 
@@ -295,6 +296,9 @@ class Array(ArrayOperators):
         error = self._error()
         if error is not None:
             raise to_exception(error)
+
+
+jaxtypes.register(Array)
 
 
 def _spec_entry(axes: tuple[str, ...]) -> Any:

@@ -1,0 +1,45 @@
+"""Values of a registered type go into JAX's functions, on every version of JAX that is supported."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pathway.dataflow import jaxtypes
+from pathway.dataflow.placed import array_reference
+
+VALUE = np.arange(3, dtype=np.float32)
+
+
+class Remote:
+    shape, dtype, weak_type = (3,), np.dtype("float32"), False
+    tracing = False
+
+    def __jax_array__(self):
+        return array_reference("handle", self.shape, self.dtype) if self.tracing else jnp.asarray(VALUE)
+
+
+jaxtypes.register(Remote)
+
+
+def test_outside_of_a_trace_it_is_its_value():
+    remote = Remote()
+    np.testing.assert_allclose(jnp.sin(remote), np.sin(VALUE), rtol=1e-6)
+    np.testing.assert_allclose(jnp.dot(remote, remote), 5.0)
+    np.testing.assert_allclose(jax.jit(lambda x: x * 2)(remote), VALUE * 2)
+    np.testing.assert_allclose(jnp.concatenate([remote, VALUE]), [*VALUE, *VALUE])
+
+
+def test_within_a_trace_it_is_a_reference_wherever_it_stands():
+    remote = Remote()
+    remote.tracing = True
+
+    def program(x):
+        inner = jax.jit(lambda y, w: jnp.sin(remote) * y * w)
+        value = inner(x, remote) + jnp.concatenate([remote, x])[:3] + jnp.where(x > 0, remote, 0)
+        return value, jax.grad(lambda x: jnp.dot(remote, x) * jnp.sum(remote))(x), jax.vmap(jnp.add)(x, remote)
+
+    jaxpr = str(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((3,), jnp.float32)))
+    assert jaxpr.count("pathway_array[") >= 6
+    assert "handle=handle" in jaxpr
