@@ -98,7 +98,6 @@ def lowered(
         checks = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
         artifact = jax.export.export(jitted, platforms=("cpu",), disabled_checks=checks)(*arguments)
     metadata = ComputationMetadata(
-        getattr(function, "__name__", "f"),
         "cpu",
         mesh,
         tuple(each.aval for each in inputs),

@@ -104,7 +104,7 @@ class Backend:
         except Exception as error:
             if _OUT_OF_MEMORY in str(error):
                 raise DeviceMemoryError(str(error)) from error
-            raise CompileError(f"XLA cannot compile {metadata.name}: {error}") from error
+            raise CompileError(f"XLA cannot compile it: {error}") from error
         handlers = [
             pxla.global_aval_to_result_handler(
                 jax.core.ShapedArray(aval.shape, numpy_dtype(aval.dtype)), self._named(sharding, devices), True

@@ -17,6 +17,12 @@ from pathway.errors import ErrorInfo, ExecutionError
 from pathway.executor.backend import Launch
 from pathway.executor.gangs import PartInfo
 
+ASSUMED_STEP_US = 8.0
+
+LONG_US = 250.0
+"""Gangs whose launch takes longer than this keep the trio thread from its work: they have a thread of their own. A
+change of threads costs a tenth of it."""
+
 Wanted = tuple[str, tuple[int, ...]]
 """What has to be compiled: (content hash, devices)."""
 
@@ -99,6 +105,11 @@ class BoundGang:
         self.results: tuple[tuple[int, int], ...] = ()  # (index in the part's results, slot)
         self.lane = 0
         self.cost_us = 0.0  # of launching it, as seen lately
+
+    def learn_cost(self, seen_us: float) -> None:
+        """One slow launch is an accident, several are a habit; one quick launch shows that it can be quick."""
+        seen_us = min(seen_us, 2 * LONG_US)
+        self.cost_us += (seen_us - self.cost_us) * (0.15 if seen_us > self.cost_us else 0.5)
 
     @property
     def sends(self) -> tuple[BoundSend, ...]:
@@ -222,6 +233,7 @@ def _bind_gang(number: int, gang: Gang, whole: BoundPart, host: Host, launches: 
     if not any(freed.issuperset(outputs) for outputs in last):
         bound.watched = tuple(next(slot for slot in outputs if slot not in freed) for outputs in last)
     bound.results = tuple((index_of_result[n], slot_of_result[n]) for n in whole.info.gangs[number].results)
+    bound.cost_us = ASSUMED_STEP_US * len(executed)
     bound.lane = min((d for step in executed for d in step.devices if d in local), default=local[0])
     return bound
 

@@ -19,15 +19,10 @@ from typing import Any, Protocol
 from pathway.dataflow.layout import Layout
 from pathway.errors import ErrorInfo
 from pathway.executor import backend as xla
-from pathway.executor.bind import BoundGang, BoundPart, BoundSend, Host, failure
+from pathway.executor.bind import LONG_US, BoundGang, BoundPart, BoundSend, Host, failure
 from pathway.executor.completion import Dispatcher, Lanes, Outbox
 from pathway.executor.store import ABSENT, Cell, Fate, Poison, Store
 from pathway.executor.trace import Recorder, TimedTokens
-
-INLINE_US = 100.0
-"""Gangs whose launch takes longer than this go to the dispatcher's thread."""
-
-ASSUMED_STEP_US = 8.0
 
 
 class Run:
@@ -126,7 +121,7 @@ class Launcher:
         if not self._in_flight:
             self._busy_since_s = time.monotonic()
         self._in_flight += 1
-        if self._dispatcher.idle and (gang.cost_us or ASSUMED_STEP_US * len(gang.nodes)) < INLINE_US:
+        if self._dispatcher.idle and gang.cost_us < LONG_US:
             ended = self._start(run, gang, in_trio_thread=True)
             if ended is not None:
                 ended()
@@ -193,7 +188,7 @@ class Launcher:
         for index, slot in gang.results:
             value = slots[slot]
             cells[index].value = ABSENT if value is None else value
-        gang.cost_us += ((time.perf_counter() - began) * 1e6 - gang.cost_us) * 0.25
+        gang.learn_cost((time.perf_counter() - began) * 1e6)
         if not tokens or (gang.watched and xla.is_ready([slots[slot] for slot in gang.watched])):
             return self._ended(run, gang, tokens)
         self._lanes.submit(gang.lane, lambda: self._ended(run, gang, tokens))

@@ -10,7 +10,8 @@ Invariants
        ZeroMQ lets go of a chunk once it is with the kernel: that is how it is known that it left, and no
        acknowledgement is needed.
   B-3  A received transfer goes straight to where it belongs: into one allocation, aligned as XLA likes its buffers. A
-       chunk outside of its transfer, or of none that was announced, is the sender's mistake: `ProtocolError`.
+       chunk outside of its transfer, or of none that was announced, is the sender's mistake: `ProtocolError`. So is
+       announcing more than a host could take: an announcement costs its sender nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from pathway.errors import ProtocolError
 from pathway.transport.messages import CHUNK_BYTES, Chunk, Message
 
 WINDOW_BYTES = 4 * CHUNK_BYTES
+
+MAX_OPEN_TRANSFERS = 65_536
+MAX_ANNOUNCED_BYTES = 1 << 41
+"""What one link may have announced and not sent yet."""
 
 ALIGNMENT_BYTES = 64
 """XLA takes host memory of this alignment as it is, and copies any other."""
@@ -100,6 +105,7 @@ class BulkReceiver:
 
     def __init__(self) -> None:
         self._incoming: dict[int, _Incoming] = {}
+        self._announced_bytes = 0  # of those
 
     def header(self, transfer: int, nbytes: int, blob: Any, done: Callable[[HostBytes], None]) -> None:
         """A header has come, with `blob` where it was small. `done` gets the bytes, now or with the last chunk."""
@@ -111,7 +117,16 @@ class BulkReceiver:
             return
         if transfer in self._incoming:
             raise ProtocolError(f"transfer {transfer} was announced twice")
-        self._incoming[transfer] = _Incoming(nbytes, done)
+        if len(self._incoming) == MAX_OPEN_TRANSFERS or self._announced_bytes + nbytes > MAX_ANNOUNCED_BYTES:
+            raise ProtocolError(
+                f"a transfer of {nbytes:,} bytes, when {len(self._incoming):,} of {self._announced_bytes:,} bytes are open, "
+                f"is over the limit of {MAX_OPEN_TRANSFERS:,} with {MAX_ANNOUNCED_BYTES:,}"
+            )
+        try:
+            self._incoming[transfer] = _Incoming(nbytes, done)
+        except MemoryError:
+            raise ProtocolError(f"there is no memory for a transfer of {nbytes:,} bytes") from None
+        self._announced_bytes += nbytes
 
     def chunk(self, message: Chunk, blob: Any) -> None:
         """A chunk has come."""
@@ -120,12 +135,14 @@ class BulkReceiver:
             raise ProtocolError(f"a chunk of transfer {message.transfer}, which was not announced")
         if incoming.add(message.offset, np.frombuffer(blob, np.uint8)):
             del self._incoming[message.transfer]
+            self._announced_bytes -= incoming.nbytes
 
 
 class _Incoming:
-    __slots__ = ("_chunks", "_data", "_done")
+    __slots__ = ("_chunks", "_data", "_done", "nbytes")
 
     def __init__(self, nbytes: int, done: Callable[[HostBytes], None]) -> None:
+        self.nbytes = nbytes
         self._data = aligned_empty(nbytes)
         self._chunks = set(range(0, nbytes, CHUNK_BYTES))  # offsets of those to come
         self._done = done
