@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pathway.dataflow.content import content_key
 from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.keys import Entry, KeyPair, Role
@@ -71,6 +72,19 @@ def test_no_two_roles_share_a_message_but_the_heartbeat() -> None:
     ):
         with pytest.raises(PermissionDeniedError, match=type(message).__name__):
             admit_to_scheduler(peer(0, 0, role), None, None)(message)
+
+
+def test_a_computation_has_the_key_of_its_content() -> None:
+    check = admit_to_scheduler(peer(0, 0, "client"), None, None)
+    key = content_key(b"metadata", b"artifact")
+    check(m.RegisterComputation(key, b"metadata", b"artifact"))
+    for forged in (
+        m.RegisterComputation(key, b"metadata", b"another artifact"),
+        m.RegisterComputation(key, b"other metadata", b"artifact"),
+        m.RegisterComputation(key, b"metadataa", b"rtifact"),
+    ):
+        with pytest.raises(PermissionDeniedError, match="not that of its content"):
+            check(forged)
 
 
 def test_a_scheduler_admits_by_role_and_key() -> None:

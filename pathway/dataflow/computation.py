@@ -3,16 +3,15 @@
 The client needs no device for this: `jax.export` lowers for an abstract mesh. Every input and output of the module gets
 an explicit sharding; with constraints inside alone, the module would be for one device.
 
-The key is a hash of the module and of what it is lowered for, without debug locations and names, so that two nodes that
-do the same share one compile, whatever lines and functions they came from. (Rejected: hashing the artifact itself. It
-holds source lines, and an edit above a function would compile everything below it again.)
+The artifact has no debug locations, and functions in it have no names of their own, so that two nodes that do the same
+share one compile, whatever lines and functions they came from; which node failed, and at which line, the plan knows.
+The key is a hash of its very bytes (`content`), which anybody can check without reading a module. (Rejected: a hash of
+the module's text. Nobody but MLIR can check that, and its text is another with each version.)
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -27,9 +26,12 @@ import msgspec
 import numpy as np
 from jax._src.interpreters import mlir  # private: the context that StableHLO is read in
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxlib import _jax  # private: the serializer that knows Shardy's dialect
+from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo
 from msgspec import Struct
 
+from pathway.dataflow.content import content_key
 from pathway.dataflow.graph import Graph, Node
 from pathway.dataflow.jaxprs import aval_of, every_equation, opened, struct_of
 from pathway.dataflow.layout import Aval, Sharding
@@ -46,7 +48,6 @@ class ComputationMetadata(Struct, frozen=True, array_like=True):
     """What an executor must know of a module to run it. Avals are physical; the inputs are exactly the module's
     parameters, in order. `donated` are positions in them."""
 
-    name: str
     platform: str
     mesh: MeshAxes
     in_avals: tuple[Aval, ...]
@@ -141,7 +142,6 @@ def _lower(node: Node, mesh: MeshAxes, platform: str, donates: tuple[int, ...]) 
     in_avals = [aval_of(variable).physical for variable in body.invars]
     out_avals = [aval_of(variable).physical for variable in body.outvars]
     metadata = ComputationMetadata(
-        name=node.name,
         platform=platform,
         mesh=mesh,
         in_avals=tuple(in_avals[position] for position in kept),
@@ -150,20 +150,28 @@ def _lower(node: Node, mesh: MeshAxes, platform: str, donates: tuple[int, ...]) 
         out_shardings=tuple(map(_physical, node.out_shardings, out_avals)),
         donated=tuple(number for number, position in enumerate(kept) if position in donates),
     )
-    artifact = exported.mlir_module_serialized
-    return Computation(_content_key(artifact, metadata), metadata, artifact, kept)
+    artifact = _without_names(exported.mlir_module_serialized)
+    return Computation(content_key(msgspec.msgpack.encode(metadata), artifact), metadata, artifact, kept)
 
 
-def _content_key(artifact: bytes, metadata: ComputationMetadata) -> str:
+def _without_names(artifact: bytes) -> bytes:
+    """The artifact without debug locations, and with its functions, other than main, numbered."""
     with _ir_context() as context:
         module = stablehlo.deserialize_portable_artifact(context, artifact)
-        text = module.operation.get_asm(enable_debug_info=False)
-    digest = hashlib.sha256(_NAMES.sub(r"\1", text).encode())
-    digest.update(msgspec.msgpack.encode(msgspec.structs.replace(metadata, name="")))
-    return digest.hexdigest()[:32]
-
-
-_NAMES = re.compile(r"^(module )@\S+|(?<=@\")pathway:\d+:")
+        operation = module.operation
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(operation)
+        operation.attributes["sym_name"] = ir.StringAttr.get("computation")
+        functions = [each for each in module.body.operations if each.operation.name == "func.func"]
+        for prefix in (":", "function"):  # twice, so that no new name is one that another function still has
+            for number, function in enumerate(functions):
+                name = ir.StringAttr(function.attributes["sym_name"]).value
+                if name != "main":
+                    ir.SymbolTable.replace_all_symbol_uses(name, f"{prefix}{number}", operation)
+                    function.attributes["sym_name"] = ir.StringAttr.get(f"{prefix}{number}")
+        version = stablehlo.get_version_from_compatibility_requirement(
+            stablehlo.StablehloCompatibilityRequirement.WEEK_4  # as jax.export has it
+        )
+        return bytes(_jax.mlir.serialize_portable_artifact(module, version, True))  # True: with Shardy's dialect
 
 
 def _ir_context() -> Any:

@@ -119,8 +119,8 @@ class BulkReceiver:
             raise ProtocolError(f"transfer {transfer} was announced twice")
         if len(self._incoming) == MAX_OPEN_TRANSFERS or self._announced_bytes + nbytes > MAX_ANNOUNCED_BYTES:
             raise ProtocolError(
-                f"a transfer of {nbytes:,} bytes, when {len(self._incoming):,} of {self._announced_bytes:,} bytes are open, "
-                f"is over the limit of {MAX_OPEN_TRANSFERS:,} with {MAX_ANNOUNCED_BYTES:,}"
+                f"a transfer of {nbytes:,} bytes is over the limit: {len(self._incoming):,} of {MAX_OPEN_TRANSFERS:,} "
+                f"transfers are open, with {self._announced_bytes:,} of {MAX_ANNOUNCED_BYTES:,} bytes"
             )
         try:
             self._incoming[transfer] = _Incoming(nbytes, done)

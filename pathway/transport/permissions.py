@@ -7,6 +7,7 @@ Invariants
        the scheduler gives to executors. So an executor needs no list of sessions, no message is needed per session and
        host, and a token that was stolen is of no use with another key.
   P-3  A peer's role is what its `Hello` claims, and its key must have it. What the role does not send, it may not send.
+  P-4  A computation has the key of its content: what one session registers cannot run in another under a key of theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pathway.dataflow.content import content_key
 from pathway.errors import PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.keys import Entry, PublicKey, Role
@@ -101,6 +103,8 @@ def admit_to_scheduler(hello: m.Hello, key: PublicKey | None, entry: Entry | Non
     def check(message: m.Message) -> None:
         if type(message) not in may_send:
             raise PermissionDeniedError(f"a {hello.role} may not send {type(message).__name__}")
+        if type(message) is m.RegisterComputation and message.key != content_key(message.metadata, message.artifact):
+            raise PermissionDeniedError("the key of a computation is not that of its content")  # P-4
 
     return check
 
