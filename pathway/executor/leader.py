@@ -58,6 +58,9 @@ from pathway.transport.messages import (
     PutOnIsland,
 )
 
+EARLY_REPORTS = 1024
+"""Plans that followers have bound before their registration reached the leader: no more than these are remembered."""
+
 
 class LeaderCore:
     """`handle` is the only door. Events: see `pathway.executor.gangs` and the scheduler's messages."""
@@ -66,6 +69,7 @@ class LeaderCore:
         self.hosts = hosts
         self.devices_per_host = devices_per_host
         self._sessions: dict[int, Session] = {}
+        self._early: dict[tuple[int, int], list[tuple[int, PartBound]]] = {}
         self._seq = 0
         self._ready: list[tuple[int, int, Part]] = []
         self._handlers: dict[type, Callable[[Any, float, list[Instruction]], None]] = {
@@ -100,11 +104,18 @@ class LeaderCore:
         session = self._session(event.session)
         if event.plan not in session.plans:
             session.plans[event.plan] = Plan(event.info, self.hosts, now)
+            for host, report in self._early.pop((event.session, event.plan), ()):
+                self._part_bound(host, report, out)
 
     def _part_bound(self, host: int, report: PartBound, out: list[Instruction]) -> None:
         session = self._sessions.get(report.session)
         plan = session.plans.get(report.plan) if session else None
-        if plan is None or host not in plan.awaited_hosts:
+        if plan is None:  # a follower with a warm cache overtakes the scheduler's message to its leader
+            self._early.setdefault((report.session, report.plan), []).append((host, report))
+            if len(self._early) > EARLY_REPORTS:  # of sessions that closed meanwhile
+                del self._early[next(iter(self._early))]
+            return
+        if host not in plan.awaited_hosts:
             return
         plan.awaited_hosts.discard(host)
         if report.error is not None and plan.error is None:
@@ -467,6 +478,8 @@ class LeaderCore:
 
     def _close_session(self, event: CloseSession, now: float, out: list[Instruction]) -> None:
         self._sessions.pop(event.session, None)
+        for key in [key for key in self._early if key[0] == event.session]:
+            del self._early[key]
         if self.hosts > 1:
             out.append(SendToFollowers(event))
         out.append(DropSession(event.session))
