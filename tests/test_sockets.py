@@ -318,13 +318,40 @@ def test_a_router_that_ends_ends_its_dealers() -> None:
         router.post(peer, Goodbye("stopping"))
         router.flush()
         router.close()
-        assert (await next_message(dealer))[1] == Goodbye("stopping")
-        _, gone = await next_message(dealer)
-        assert isinstance(gone, PeerGone)
+        items: list[Any] = []
+        while len(items) < 2:
+            items += await dealer.receive_batch()
+        assert items[0].messages == [Goodbye("stopping")]
+        assert isinstance(items[1], PeerGone)
         dealer.post(Ping(1))
         dealer.flush()  # goes nowhere, raises nothing
         with pytest.raises(trio.ClosedResourceError):
             await dealer.receive_batch()
+
+    run(main)
+
+
+def test_what_came_before_the_end_is_read_after_it() -> None:
+    """T-4, at a dealer that was busy elsewhere while its router said much and closed."""
+
+    async def main() -> None:
+        router = Router.bind(LOOPBACK)
+        dealer, peer = await introduced(router)
+        for number in range(1000):
+            router.post(peer, Ping(number))
+            router.flush()
+        router.close()
+        other = Router.bind(LOOPBACK)
+        others = [(await introduced(other))[0] for _ in range(20)]  # so the end of the connection has surely come
+        received: list[int] = []
+        while True:
+            for item in await dealer.receive_batch():
+                if isinstance(item, PeerGone):
+                    assert received == list(range(1000))
+                    for link in (*others, other):
+                        link.close()
+                    return
+                received += [message.number for message in item.messages]
 
     run(main)
 

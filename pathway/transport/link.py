@@ -51,6 +51,13 @@ COALESCE_BYTES = 16 * 1024 * 1024
 """An outbox whose frame would be larger than this leaves as several."""
 
 RETRY_S = 0.01
+"""How often a send that was held back is tried again, where nothing else happens on the socket."""
+
+LOOK_FIRST = 4
+"""So many times per batch it is asked whether there is something, before receiving is tried: a failed try is an
+exception, and costs several times as much as a look."""
+
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # enums are slow
 
 RECEIVE_LIMIT = 4096
 """Frames taken in one batch at most, so that one busy socket does not starve the other tasks."""
@@ -103,7 +110,8 @@ class Link(ABC):
         }.items():
             self._socket.setsockopt(option, value)
         self._monitor = self._socket.get_monitor_socket(_MONITORED)
-        self._readiness = Readiness(int(self._socket.FD), int(self._monitor.FD))
+        self._monitor_descriptor = int(self._monitor.FD)
+        self._readiness = Readiness(int(self._socket.FD), self._monitor_descriptor)
         self._outboxes: dict[Peer, list[Message]] = {}
         self._held_back: dict[Peer, deque[list[Any]]] = {}  # T-3
         self._undelivered_bytes: dict[Peer, int] = {}  # of those
@@ -181,7 +189,7 @@ class Link(ABC):
         self._undelivered_bytes.pop(peer, None)
 
     def _after_send(self) -> None:
-        if self._readiness.parked and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # T-1
+        if self._readiness.parked and int(self._socket.get(_EVENTS)) & _POLLIN:  # T-1
             self._readiness.wake()
 
     async def flushed(self) -> None:
@@ -196,6 +204,8 @@ class Link(ABC):
         """All that is there, after waiting until there is something. One task at a time."""
         if self._full_batch:
             await trio.lowlevel.checkpoint()
+            if not self.closed:
+                self._readiness.look()
         self._full_batch = True
         while True:
             if self.closed:
@@ -225,7 +235,8 @@ class Link(ABC):
         if self._held_back:
             self._retry_held_back()
             drained = self._receive_into(batch)  # T-1
-        self._read_monitor()
+        if self._monitor_descriptor in self._readiness.ready:
+            self._read_monitor()
         # What a peer sent before its connection closed was there before the monitor said so: look once more (T-4).
         if drained and self._has_ended() and self._receive_into(batch):
             self._report_ended(batch)
@@ -233,8 +244,10 @@ class Link(ABC):
 
     def _receive_into(self, batch: Batch) -> bool:
         """Take what is there; whether that was all."""
-        recv = self._socket.recv
-        for _ in range(RECEIVE_LIMIT):
+        recv, get = self._socket.recv, self._socket.get
+        for taken in range(RECEIVE_LIMIT):
+            if taken < LOOK_FIRST and not int(get(_EVENTS)) & _POLLIN:
+                return True
             try:
                 frame: Any = recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:

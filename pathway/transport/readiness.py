@@ -29,15 +29,23 @@ class Readiness:
         self._rung = False
         self.parked = False
         """Whether a task is waiting right now."""
+        self.ready: list[int] = []
+        """The descriptors that were readable at the last `look`."""
 
     async def wait(self) -> None:
-        """Until a descriptor is readable or the bell was rung since the last `wait`. May return without cause."""
+        """Until a descriptor is readable or the bell was rung since the last `look`, and look. May return without
+        cause."""
         self.parked = True
         try:
             await trio.lowlevel.wait_readable(self._epoll.fileno())
         finally:
             self.parked = False
-        if any(descriptor == self._bell for descriptor, _ in self._epoll.poll(0)):
+        self.look()
+
+    def look(self) -> None:
+        """See which descriptors are readable, and silence the bell."""
+        self.ready = [descriptor for descriptor, _ in self._epoll.poll(0)]
+        if self._bell in self.ready:
             os.eventfd_read(self._bell)
         # After the read: a ring in between is answered by the caller, who looks at the socket next, and a later one is
         # written. The other way round its mark could stay without the bell being readable: lost for good.

@@ -36,6 +36,8 @@ LIMITED_FRAMES = 1024
 """Frames for one peer that ZeroMQ takes from a router which limits undelivered bytes; the rest is held back here, and
 counted."""
 
+_NEVER_MS = 7 * 24 * 3600 * 1000
+
 REFUSAL_GRACE_S = 0.25
 """A refused peer has this long to read why; then its connection is cut."""
 
@@ -328,8 +330,9 @@ class Dealer(Link):
             raise
 
     def __init__(self, address: str, options: Mapping[int, int | bytes], identity: Identity | None = None) -> None:
-        # One connection, ever: no reconnecting, and nothing queued while there is none.
-        super().__init__(zmq.DEALER, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1, **options})
+        # One connection, ever. Not by RECONNECT_IVL = -1 or IMMEDIATE, with which ZeroMQ throws away, as soon as the
+        # connection ends, what has come and was not read yet (T-4): it waits for a time that never comes.
+        super().__init__(zmq.DEALER, {int(zmq.RECONNECT_IVL): _NEVER_MS, **options})
         self.address, listener_key = split_endpoint(address)
         if listener_key is None and identity is not None:
             listener_key = identity.scheduler
