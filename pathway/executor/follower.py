@@ -131,6 +131,8 @@ class FollowerCore:
         self._one_gang_ended(event.session, event.run, 1, out)
 
     def _put(self, event: PutOnIsland, now: float, out: list[Instruction]) -> None:
+        # A put may be the first that this host hears of its session; what comes of it must be reported all the same.
+        self._sessions.setdefault(event.session, _Session())
         out.append(Put(event))
 
     def _free(self, event: FreeBuffers, now: float, out: list[Instruction]) -> None:
