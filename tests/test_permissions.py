@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pathway.dataflow.content import content_key
+from pathway.content import content_key
 from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.keys import Entry, KeyPair, Role

@@ -31,7 +31,7 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo
 from msgspec import Struct
 
-from pathway.dataflow.content import content_key
+from pathway.content import content_key
 from pathway.dataflow.graph import Graph, Node
 from pathway.dataflow.jaxprs import aval_of, every_equation, opened, struct_of
 from pathway.dataflow.layout import Aval, Sharding

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pathway.dataflow.content import content_key
+from pathway.content import content_key
 from pathway.errors import PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.keys import Entry, PublicKey, Role
