@@ -212,12 +212,15 @@ class PutArrivals:
         local = self._backend.local
         wanted = {device: layout.region(p) for p, device in enumerate(layout.devices) if device in local}
         empty = {region for region in wanted.values() if any(start == stop for start, stop in region)}
-        if not put.regions.keys() >= set(wanted.values()) - empty:
+        strange = put.regions.keys() - set(wanted.values())
+        if not strange and not put.regions.keys() >= set(wanted.values()) - empty:
             return
         self._drop(session, buffer)
         dtype = numpy_dtype(layout.aval.dtype)
 
         def array() -> Any:
+            if strange:
+                raise TransferError(f"no device of this host holds {next(iter(strange))} of {layout}")
             return self._backend.array(
                 layout,
                 {

@@ -82,6 +82,7 @@ class Backend:
             raise ExecutionError(f"{len(self.devices)} {platform} devices were found, not {hosts} hosts x {devices}")
         self.local = range(host_index * devices, (host_index + 1) * devices)
         self.device_kind: str = self.devices[self.local[0]].device_kind
+        self.has_host_memory = platform == "cpu"  # so that a view costs nothing
         self._cache = cache
         self._runtime = (
             jax.__version__,

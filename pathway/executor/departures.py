@@ -33,6 +33,10 @@ class EdgeDepartures:
         self._arrivals = arrivals
         self._transfers = itertools.count(1)
 
+    def is_quick(self, send: BoundSend) -> bool:
+        """Whether sending a computed value may be done in the trio thread: what is copied for it is small."""
+        return self._backend.has_host_memory and sum(piece.nbytes for piece in send.pieces) <= m.CHUNK_BYTES
+
     def push(self, run: Run, send: BoundSend, value: Any) -> None:
         """Send a computed value. Trio thread."""
         self.prepare(run, send, value)()
@@ -113,10 +117,10 @@ class Fetches:
                 return lambda: post(m.FetchFailed(request.request, error))
             return lambda: self._reply(request, shards, sender)
 
-        if xla.is_ready([value]) or value.is_deleted():
+        if value.is_deleted() or (self._backend.has_host_memory and xla.is_ready([value])):
             collect()()
-        else:
-            self._lanes.submit(request.devices[0] if request.devices else 0, collect)
+        else:  # on a lane of its own: not behind what was launched later
+            self._lanes.submit(-1 - min(request.devices, default=0), collect)
 
     def _reply(self, request: m.Fetch, shards: list[tuple[int, Region, HostBytes]], sender: BulkSender) -> None:
         for device, region, data in shards:

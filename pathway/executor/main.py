@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("NPROC", str(max(XLA_THREADS, 8 * options.devices)))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
-    import jax  # noqa: F401  (before the modules to preload, which register with it)
+    from pathway.executor.backend import Backend  # and with it JAX, with which the modules to preload register
 
     for name in options.preload:
         register = getattr(importlib.import_module(name), "register", None)
@@ -66,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import trio
 
-    from pathway.executor.backend import Backend
     from pathway.executor.bind import Host
     from pathway.executor.compile_cache import CompileCache, default_directory
     from pathway.executor.executor import LeaderLost, Settings

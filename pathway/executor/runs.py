@@ -51,6 +51,9 @@ class Reports(Protocol):
 class Sender(Protocol):
     """What takes values on their way along edges."""
 
+    def is_quick(self, send: BoundSend) -> bool:
+        """Whether sending a computed value may be done in the trio thread."""
+
     def push(self, run: Run, send: BoundSend, value: Any) -> None:
         """Send a computed value. Trio thread."""
 
@@ -199,7 +202,7 @@ class Launcher:
             return
         if send.copies:
             value = xla.copy_on_device(value)
-        if in_trio_thread and xla.is_ready([value]):
+        if in_trio_thread and self._sender.is_quick(send) and xla.is_ready([value]):
             self._sender.push(run, send, value)
         else:
             self._lanes.submit(lane, lambda: self._sender.prepare(run, send, value))
