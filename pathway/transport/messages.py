@@ -539,6 +539,44 @@ class TraceReply(Message, tag=98):
     steps: tuple[tuple[int, int, str, str, int, float, float], ...]
 
 
+# -- peer links: shared memory (see `shm`) ---------------------------------------------------------------------------
+
+MemoryFile = tuple[int, str, int]
+"""A sealed memfd of the sender's: its descriptor there, its name, its size."""
+
+
+class ShareOffer(Message, tag=100):
+    """Both ends of a peer link say this first. Who can open the `beacon` of process `pid` shares its machine, and says
+    so with a proof. `board` is where borrowers return what they have; `link` is what this link is called there."""
+
+    boot_id: str
+    pid: int
+    beacon: MemoryFile
+    board: MemoryFile
+    link: int
+
+
+class ShareProof(Message, tag=101):
+    """I can read your memory: data for me may come as `Shared`."""
+
+    proof: bytes
+
+
+class ShareArena(Message, tag=102):
+    """The next arena that data for you may lie in; they are numbered from 0 on each link and direction."""
+
+    arena: MemoryFile
+
+
+class Shared(Message, tag=103):
+    """In place of the `Chunk`s of a transfer: all of its data, in an arena. Clearing `cell` of the board returns it."""
+
+    transfer: int
+    arena: int
+    offset: int
+    cell: int
+
+
 CONTROL_MESSAGES: tuple[type[Message], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, type) and issubclass(value, Message) and value is not Message
 )
