@@ -298,7 +298,7 @@ class Array(ArrayOperators):
             raise to_exception(error)
 
 
-jaxtypes.register(Array)
+jaxtypes.register(Array, tracing.is_on)
 
 
 def _spec_entry(axes: tuple[str, ...]) -> Any:

@@ -87,7 +87,11 @@ def test_jax_functions_take_it(east):
     array = pw.put(X, east)
     assert jax.block_until_ready({"x": array})["x"] is array
     np.testing.assert_array_equal(jax.device_get([array])[0], X)
-    np.testing.assert_allclose(jnp.sin(array), np.sin(X), rtol=1e-6)
+    np.testing.assert_array_equal(jnp.asarray(array), X)
+    with pytest.raises(pw.PathwayError, match=r"@pathway\.program"):
+        jnp.sin(array)
+    close = pw.program(lambda: jnp.sin(array) + jnp.sum(array))()
+    np.testing.assert_allclose(close, np.sin(X) + X.sum(), rtol=1e-5)
     assert array.is_ready()
     assert array.block_until_ready() is array
 

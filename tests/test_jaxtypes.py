@@ -5,35 +5,36 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pathway.dataflow import jaxtypes
 from pathway.dataflow.placed import array_reference
+from pathway.errors import PathwayError
 
 VALUE = np.arange(3, dtype=np.float32)
 
 
 class Remote:
     shape, dtype, weak_type = (3,), np.dtype("float32"), False
+    sharding = jax.sharding.NamedSharding(jax.sharding.AbstractMesh((2,), ("data",)), jax.sharding.PartitionSpec())
     tracing = False
 
     def __jax_array__(self):
         return array_reference("handle", self.shape, self.dtype) if self.tracing else jnp.asarray(VALUE)
 
 
-jaxtypes.register(Remote)
+jaxtypes.register(Remote, lambda: Remote.tracing)
 
 
-def test_outside_of_a_trace_it_is_its_value():
+def test_outside_of_a_program_one_is_told_what_to_do():
+    with pytest.raises(PathwayError, match=r"@pathway\.program"):
+        jnp.sin(Remote())
+    np.testing.assert_array_equal(jnp.asarray(Remote()), VALUE)
+
+
+def test_within_a_trace_it_is_a_reference_wherever_it_stands(monkeypatch):
+    monkeypatch.setattr(Remote, "tracing", True)
     remote = Remote()
-    np.testing.assert_allclose(jnp.sin(remote), np.sin(VALUE), rtol=1e-6)
-    np.testing.assert_allclose(jnp.dot(remote, remote), 5.0)
-    np.testing.assert_allclose(jax.jit(lambda x: x * 2)(remote), VALUE * 2)
-    np.testing.assert_allclose(jnp.concatenate([remote, VALUE]), [*VALUE, *VALUE])
-
-
-def test_within_a_trace_it_is_a_reference_wherever_it_stands():
-    remote = Remote()
-    remote.tracing = True
 
     def program(x):
         inner = jax.jit(lambda y, w: jnp.sin(remote) * y * w)

@@ -13,7 +13,7 @@ import numpy as np
 from pathway.array import Array
 from pathway.client.bindings import Binding
 from pathway.client.hostvalues import aval_of, physical_value
-from pathway.client.plans import BoundPlan, HostArgument, ResultSource, check_usable
+from pathway.client.plans import BoundPlan, HostArgument, ResultSource, check_donated, check_usable
 from pathway.client.slices import Slice, live_slices
 from pathway.dataflow.computation import Computation, lower_graph
 from pathway.dataflow.cost import cost_estimate
@@ -80,6 +80,7 @@ def lower_plan(
         )
     _check_same_client(client, traced.name, leaves, graph, [slices[number] for number in sorted(used)])
     bindings = {number: slices[number].binding(BIND_TIMEOUT_S) for number in sorted(used)}
+    check_donated(traced.name, leaves, donated, [handle for _, handle in graph.references])  # type: ignore[misc]
     bound = {number: binding.bound for number, binding in bindings.items()}
     sequence = order(
         graph, bound, cost=lambda node: cost_estimate(node, graph.slices[node.slice].mesh), schedule=schedule

@@ -29,7 +29,7 @@ def kind_key(leaf: Any) -> Any:
             "of a pathway.program, and call the stage there"
         )
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # typed keys have none
     raise ProgramError(
         f"an argument of a program must be an array or a number, not {kind.__qualname__}; name it in static_argnums "
         "or static_argnames if the program is to be traced for its value"

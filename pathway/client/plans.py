@@ -7,7 +7,7 @@ come back, what is given up. A call then reads buffer numbers, writes one messag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,23 +149,16 @@ class BoundPlan:
 
     def _check_donated(self, leaves: list[Any], values: list[Any]) -> list[Any]:
         """Refuse to give up what is passed twice; of a buffer that other arrays stand for, give up a copy."""
-        given = [i for i in self._donated if type(leaves[i]) is Array]
-        buffers = [value for leaf, value in zip(leaves, values, strict=True) if type(leaf) is Array]
-        if len(set(buffers)) != len(buffers):
-            for i in given:
-                if buffers.count(values[i]) > 1:
-                    raise ProgramError(
-                        f"{self.plan.name}: an array ({leaves[i]._kind.aval}) is donated and passed again "
-                        "as another argument"
-                    )
-        for i in given:
-            if leaves[i]._shared is not None and leaves[i]._shared[0] > 1:
+        check_donated(self.plan.name, leaves, self._donated, self._fixed)
+        for position in self._donated:
+            leaf = leaves[position]
+            if type(leaf) is Array and leaf._shared is not None and leaf._shared[0] > 1:
                 from pathway.client.operators import copied
 
-                original, leaves = leaves[i], list(leaves)
-                leaves[i] = copied(original)
-                values[i] = leaves[i]._buffer
-                original._give_up()
+                leaves = list(leaves)
+                leaves[position] = copied(leaf)
+                values[position] = leaves[position]._buffer
+                leaf._give_up()
         return leaves
 
     def _shared_results(self, arguments: dict[int, Any], run: Any, first: int) -> list[Array]:
@@ -190,6 +183,18 @@ def _plain_kinds(results: Sequence[ResultSource]) -> tuple[ArrayKind, ...] | Non
     if all(source.argument < 0 and source.number == i for i, source in enumerate(results)):
         return tuple(source.kind for source in results)
     return None
+
+
+def check_donated(program: str, leaves: Sequence[Any], donated: Collection[int], closed_over: Sequence[Array]) -> None:
+    """Raise if an array is given up and used as something else in the same call."""
+    buffers = [leaf._buffer for leaf in leaves if type(leaf) is Array]
+    buffers += [array._buffer for array in closed_over]
+    if len(set(buffers)) == len(buffers):
+        return
+    for position in donated:
+        leaf = leaves[position]
+        if type(leaf) is Array and buffers.count(leaf._buffer) > 1:
+            raise ProgramError(f"{program}: an array ({leaf._kind.aval}) is donated, and used again in the same call")
 
 
 def check_usable(leaf: Array, program: str) -> None:

@@ -24,7 +24,7 @@ from pathway.client.slices import Slice
 from pathway.client.stages import Traced
 from pathway.dataflow.placed import placed_call
 from pathway.dataflow.trace import Statics
-from pathway.errors import ProgramError
+from pathway.errors import ProgramError, SliceError
 
 _flatten = jax.tree_util.tree_flatten
 
@@ -203,6 +203,8 @@ class Stage:
         if tracing.is_on():
             args, kwargs = jax.tree.map(traced_operand, (args, kwargs))
             return self._placed(*args, **kwargs)
+        if self.slice.is_released:
+            raise SliceError(f"{self._program._name} was called, but its slice {self.slice.number} was released")
         return self._program(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
