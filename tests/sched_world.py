@@ -1,0 +1,114 @@
+"""A scheduler's core with peers that speak to it, for the tests of its subjects. Every event is followed by `validate`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pathway.dataflow.plan import Part
+from pathway.sched.core import SchedulerCore, SchedulerSettings
+from pathway.sched.events import Close, Instruction, MessageReceived, PeerClosed, Send, Tick
+from pathway.sched.validate import validate
+from pathway.transport import messages as m
+from pathway.version import PROTOCOL_VERSION
+
+NO_ARGUMENTS = Raw(b"\x90")
+
+
+def hello(role: str, **fields: Any) -> m.Hello:
+    return m.Hello(PROTOCOL_VERSION, "test", role, **fields)
+
+
+class World:
+    def __init__(self, **settings: Any) -> None:
+        self.now = 0.0
+        self.core = SchedulerCore(SchedulerSettings(**settings), random.Random(0), self.now)
+
+    def handle(self, event: Any) -> list[Instruction]:
+        out = self.core.handle(event, self.now)
+        validate(self.core)
+        return out
+
+    def say(self, peer: str, message: m.Message) -> list[Instruction]:
+        return self.handle(MessageReceived(peer.encode(), message))
+
+    def close(self, peer: str, reason: str = "") -> list[Instruction]:
+        return self.handle(PeerClosed(peer.encode(), reason))
+
+    def wait(self, seconds: float) -> list[Instruction]:
+        """Let the time pass, with every deadline on the way."""
+        out: list[Instruction] = []
+        end = self.now + seconds
+        while (deadline := self.core.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            out += self.handle(Tick())
+        self.now = end
+        return out
+
+    # -- what comes up again and again --------------------------------------------------------------------------
+
+    def joined(self, island: str, host: int = 0, hosts: int = 1, devices: int = 4, **fields: Any) -> m.HostJoined:
+        given = {
+            "platform": "cpu",
+            "hostname": f"{island}-{host}",
+            "pid": 7,
+            "coordinator_address": f"{island}-{host}:1",
+        }
+        return m.HostJoined(island, hosts, host, devices, **{**given, **fields})
+
+    def join(self, island: str, host: int = 0, hosts: int = 1, devices: int = 4, **fields: Any) -> list[Instruction]:
+        worker = f"worker-{island}-{host}"
+        self.say(worker, hello("worker"))
+        return self.say(worker, self.joined(island, host, hosts, devices, **fields))
+
+    def ready(self, island: str, host: int = 0, devices: int = 4, incarnation: int = 1) -> list[Instruction]:
+        executor = executor_of(island, host, incarnation)
+        self.say(executor, hello("executor"))
+        address = f"tcp://{island}-{host}-{incarnation}"
+        return self.say(executor, m.ExecutorReady(island, incarnation, host, address, "sim", devices, 8))
+
+    def form(self, island: str, hosts: int = 1, devices: int = 4) -> None:
+        for host in range(hosts):
+            self.join(island, host, hosts, devices)
+        for host in range(hosts):
+            self.ready(island, host, devices)
+
+    def connect(self, client: str = "client", **fields: Any) -> int:
+        out = self.say(client, hello("client", name=client, **fields))
+        return sent(out, client, m.Welcome)[0].session
+
+    def slice(self, client: str, number: int, devices: int, **fields: Any) -> list[Instruction]:
+        return self.say(client, m.RequestSlice(number, devices, (("d", devices),), **fields))
+
+    def plan(self, client: str, number: int, *islands: str, incarnation: int = 1) -> list[Instruction]:
+        self.say(client, m.RegisterComputation("key", b"", b"module"))
+        parts = tuple(m.PartPayload(island, incarnation, ("key",), empty_part(island)) for island in islands)
+        return self.say(client, m.RegisterPlan(number, f"plan{number}", parts))
+
+    def start(self, client: str, run: int, plan: int, islands: int = 1) -> list[Instruction]:
+        return self.say(client, m.StartRun(run, plan, run * 100, (NO_ARGUMENTS,) * islands))
+
+
+def empty_part(island: str) -> bytes:
+    """The payload of a part that does nothing."""
+    return msgspec.msgpack.encode(Part("plan", island, "cpu", (), (), (), ()))
+
+
+def executor_of(island: str, host: int = 0, incarnation: int = 1) -> str:
+    return f"executor-{island}-{host}-{incarnation}"
+
+
+def sent(out: list[Instruction], peer: str, kind: type | None = None) -> list[Any]:
+    """The messages to a peer, of one type or of any."""
+    messages = [one.message for one in out if isinstance(one, Send) and one.peer == peer.encode()]
+    return [message for message in messages if kind is None or isinstance(message, kind)]
+
+
+def refused(out: list[Instruction]) -> m.Refused:
+    """The only refusal."""
+    [close] = [one for one in out if isinstance(one, Close) and one.refused is not None]
+    assert close.refused is not None
+    return close.refused

@@ -1,0 +1,113 @@
+"""Whole clusters over virtual time. A failure names its seed, which replays it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from pathway.sched.core import SchedulerSettings
+from pathway.testing.simnet import Faults, SimNet, SimulationFailure
+
+FIRST_SEED = int(os.environ.get("PATHWAY_SIM_SEED", "0"))
+"""Move it to look at other histories."""
+
+
+def total(net: SimNet, name: str) -> int:
+    return sum(getattr(client, name) for client in net.clients)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_without_faults_every_run_ends_with_the_right_results(block: int) -> None:
+    finished = 0
+    for seed in range(FIRST_SEED + block * 40, FIRST_SEED + (block + 1) * 40):
+        net = SimNet(seed, validate=seed % 4 == 0)
+        net.run()
+        finished += total(net, "finished")
+    assert finished > 500
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_with_faults_every_run_ends_and_nothing_is_left(block: int) -> None:
+    finished = failures = lost = 0
+    for seed in range(FIRST_SEED + 1000 + block * 40, FIRST_SEED + 1000 + (block + 1) * 40):
+        net = SimNet(seed, faults=Faults.some(), validate=seed % 4 == 0)
+        net.run()
+        finished += total(net, "finished")
+        failures += total(net, "failures")
+        lost += sum(island.incarnation - 1 for island in net.scheduler.core.cluster.islands.values())
+    assert finished > 200
+    assert failures > 50
+    assert lost > 40
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 2), (5, 1, 4), (3, 3, 2)])
+def test_clusters_of_other_shapes(shape: tuple[int, int, int]) -> None:
+    islands, hosts, devices = shape
+    for seed in range(FIRST_SEED + 2000, FIRST_SEED + 2010):
+        SimNet(seed, islands, hosts, devices, clients=4, runs=15, faults=Faults.some()).run()
+        SimNet(seed, islands, hosts, devices, clients=4, runs=15).run()
+
+
+def trace(seed: int) -> list[tuple[float, str]]:
+    net = SimNet(seed, faults=Faults.some())
+    seen: list[tuple[float, str]] = []
+    handle = net.scheduler.handle
+
+    def noted(event: object) -> None:
+        seen.append((net.now, repr(event)))
+        handle(event)  # type: ignore[arg-type]
+
+    net.scheduler.handle = noted  # type: ignore[method-assign,assignment]
+    net.run()
+    return [(now, text.split(" at 0x")[0]) for now, text in seen]
+
+
+def test_a_seed_replays_exactly() -> None:
+    first = trace(FIRST_SEED + 7)
+    assert len(first) > 200
+    assert trace(FIRST_SEED + 7) == first
+    assert trace(FIRST_SEED + 8) != first
+
+
+def test_a_broken_invariant_is_found_and_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation itself is checked: a follower that starts gangs in another order than its leader is caught."""
+    from pathway.executor import gangs as g
+    from pathway.executor.follower import FollowerCore
+
+    handle = FollowerCore.handle
+    held: list[g.Instruction] = []
+
+    def disorderly(self: FollowerCore, event: object, now: float) -> list[g.Instruction]:
+        out: list[g.Instruction] = []
+        for instruction in handle(self, event, now):
+            if isinstance(instruction, g.Launch) and not held:
+                held.append(instruction)
+            else:
+                out.append(instruction)
+                if isinstance(instruction, g.Launch):
+                    out += held
+                    held.clear()
+        return out
+
+    monkeypatch.setattr(FollowerCore, "handle", disorderly)
+    found = []
+    for seed in range(20):
+        held.clear()
+        try:
+            SimNet(seed, clients=1).run()
+        except SimulationFailure as failure:
+            found.append((seed, str(failure)))
+    assert any("O-1" in text for _, text in found)
+    assert all(f"seed {seed}," in text for seed, text in found)
+
+
+def test_a_thousand_hosts_form_and_run() -> None:
+    began = time.perf_counter()
+    net = SimNet(
+        FIRST_SEED, islands=500, hosts=2, devices=4, clients=8, runs=10, settings=SchedulerSettings(credits=16)
+    )
+    net.run()
+    assert total(net, "finished") > 20
+    assert time.perf_counter() - began < 60
