@@ -33,8 +33,8 @@ def main() -> None:
             placed_step = placed(step)
             call: Callable[[Any], Any] = {
                 "O": placed_step,
-                "C": pw.program(chain.make_fused(placed_step), fuse=False, name="chain"),
-                "C fused": pw.program(chain.make_fused(placed_step), name="chain"),
+                "C": pw.program(fuse=False)(chain.make_fused(placed_step)),
+                "C fused": pw.program(chain.make_fused(placed_step)),
                 "F": placed(chain.make_fused(step)),
             }[case]
             call(start).block_until_ready()

@@ -161,9 +161,10 @@ class Trainer:
 
             value, gradients = jax.value_and_grad(loss)(params)
             updated, next_states = {}, {}
-            for stage in params:
-                updates, next_states[stage] = optimizer.update(gradients[stage], states[stage], params[stage])
-                updated[stage] = optax.apply_updates(params[stage], updates)
+            with jax.named_scope("adam"):
+                for stage in params:
+                    updates, next_states[stage] = optimizer.update(gradients[stage], states[stage], params[stage])
+                    updated[stage] = optax.apply_updates(params[stage], updates)
             return updated, next_states, value
 
         @pw.program
@@ -199,7 +200,7 @@ class Trainer:
 # -- training, and what it shows --------------------------------------------------------------------------------------
 
 
-def train(trainer: Trainer, digits: Digits, epochs: int, console: Console) -> tuple[float, Any]:
+def train(trainer: Trainer, digits: Digits, epochs: int, console: Console) -> tuple[float, pw.Recording]:
     """Train; show loss and accuracy on the way. Returns the held-out accuracy and the record of the last steps."""
     rng = np.random.default_rng(SEED)
     per_epoch = steps_per_epoch(digits)
@@ -245,7 +246,7 @@ def training_progress(console: Console) -> Progress:
     )
 
 
-def busy_fractions(steps: Iterable[Any]) -> dict[str, float]:
+def busy_fractions(steps: Iterable[pw.RecordedStep]) -> dict[str, float]:
     """For every island, the part of the recorded time in which it computed something."""
     spans: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for step in steps:
@@ -266,20 +267,24 @@ def _covered_s(intervals: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def where_it_ran(trainer: Trainer, recording: Any) -> Table:
+def where_it_ran(trainer: Trainer, recording: pw.Recording) -> Table:
     """A table of the islands: what they are, what ran there, and how busy they were."""
     busy = busy_fractions(recording.steps)
-    counts = collections.Counter((step.island, step.label) for step in recording.steps)
+    ran = collections.Counter(step.island for step in recording.steps)
     table = Table(title=f"what ran where, in {RECORDED_STEPS} steps of {MICROBATCHES} microbatches")
-    for heading in ("island", "hosts x devices", "mesh", "computations", "busy"):
+    for heading in ("island", "hosts x devices", "mesh", "stage", "computations", "busy"):
         table.add_column(heading)
     islands = {island.name: island for island in pw.islands()}
-    for slice_ in (trainer.front, trainer.back):
+    for stage, slice_ in ((extract, trainer.front), (classify, trainer.back)):
         island = islands[slice_.island]
-        ran = ", ".join(f"{label} x{count}" for (name, label), count in counts.items() if name == island.name)
-        mesh = ", ".join(f"{axis}={size}" for axis, size in slice_.mesh.items())
-        share = f"{busy.get(island.name, 0.0):.0%}"
-        table.add_row(island.name, f"{island.hosts} x {island.devices_per_host}", mesh, ran, share)
+        table.add_row(
+            island.name,
+            f"{island.hosts} x {island.devices_per_host}",
+            ", ".join(f"{axis}={size}" for axis, size in slice_.mesh.items()),
+            stage.__name__,
+            str(ran[island.name]),
+            f"{busy.get(island.name, 0.0):.0%}",
+        )
     return table
 
 

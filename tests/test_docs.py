@@ -6,6 +6,7 @@ The Python blocks of a page are one script. All pages, and the examples, share o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 import pathway as pw
+from pathway.config import Settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,13 +105,29 @@ def test_the_commands_of_a_page_exist_with_their_flags(page: Path) -> None:
     for words in commands(page):
         command = words[0] if not words[0].startswith("-") else ""
         if command not in helps:
-            asked = [sys.executable, "-m", "pathway.cli", *filter(None, [command]), "--help"]
+            asked = [sys.executable, "-m", "pathway", *filter(None, [command]), "--help"]
             shown = subprocess.run(asked, capture_output=True, text=True, timeout=60)
             assert shown.returncode == 0, shown.stderr
             helps[command] = shown.stdout
         flags = [word.partition("=")[0] for word in words if word.startswith("-")]
         missing = [flag for flag in flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", helps[command])]
         assert not missing, f"pathway {' '.join(words)}: {missing} not in its --help"
+
+
+def keys_of(status: Any) -> set[str]:
+    """Every key of the status, apart from those of a mesh, which are the user's."""
+    if isinstance(status, dict):
+        return set(status).union(*(keys_of(value) for key, value in status.items() if key != "mesh"))
+    if isinstance(status, list):
+        return set().union(*map(keys_of, status))
+    return set()
+
+
+def test_the_page_of_the_command_line_names_every_key_of_the_status_and_every_setting(cluster: Any) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    with pw.slice(1):
+        wanted = keys_of(cluster.status()) | {field.name for field in dataclasses.fields(Settings)}
+    assert [name for name in sorted(wanted) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
