@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
-import select
+import socket
 import subprocess
 import sys
 import threading
@@ -71,7 +72,7 @@ def start_local_cluster(
     )
     deadline = time.monotonic() + start_timeout_s
     try:
-        cluster._start_scheduler(bind, deadline)
+        cluster._start_scheduler(bind)
         cluster._start_workers()
         cluster._until_formed(deadline)
     except BaseException:
@@ -128,29 +129,13 @@ class LocalCluster:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def _start_scheduler(self, bind: str, deadline: float) -> None:
-        reading, writing = os.pipe()
-        try:
-            self.scheduler = self._start(
-                ["scheduler", "--bind", bind, "--report-fd", str(writing), "--drain-s", "0"], pass_fds=(writing,)
-            )
-            os.close(writing)
-            writing = -1
-            self.address = self._reported(reading, deadline)
-        finally:
-            os.close(reading)
-            if writing >= 0:
-                os.close(writing)
-
-    def _reported(self, descriptor: int, deadline: float) -> str:
-        line = b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            piece = os.read(descriptor, 4096) if ready else b""
-            if not piece:
-                raise ConnectError(f"the scheduler did not start: {self.what_ended() or 'it did not report in time'}")
-            line += piece
-        return line.decode().strip()
+    def _start_scheduler(self, bind: str) -> None:
+        """Listen here and hand the socket over: so the address is known at once, and workers need not wait to start."""
+        with _listener(bind) as listener:
+            host, port = listener.getsockname()[:2]
+            self.address = f"tcp://{host}:{port}"
+            arguments = ["scheduler", "--bind", self.address, "--listen-fd", str(listener.fileno()), "--drain-s", "0"]
+            self.scheduler = self._start(arguments, pass_fds=(listener.fileno(),))
 
     def _start_workers(self) -> None:
         for island in self.islands:
@@ -216,6 +201,17 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _listener(bind: str) -> socket.socket:
+    host, _, port = bind.removeprefix("tcp://").rpartition(":")
+    try:
+        return socket.create_server(("" if host == "*" else host, int(port)), backlog=1024)
+    except OSError as error:
+        reason = "the port is in use by another process" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"cannot bind {bind}: {reason}") from None
+    except (ValueError, OverflowError):
+        raise ConfigError(f"cannot bind {bind}: it should look like tcp://127.0.0.1:7777") from None
 
 
 def in_thread(function: Any, *arguments: Any) -> Any:

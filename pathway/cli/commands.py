@@ -39,7 +39,7 @@ def _scheduler(options: argparse.Namespace, settings: Settings) -> int:
     logs.configure(settings.log_format, settings.log_level, process="scheduler")
 
     async def main() -> None:
-        await serve(settings, Announcement(options.report_fd, options.address_file))
+        await serve(settings, Announcement(options.report_fd, options.address_file), options.listen_fd)
 
     trio.run(main)
     return 0

@@ -40,6 +40,7 @@ def _scheduler(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--bind", metavar="ADDRESS", help="where to listen; port 0 takes a free one (tcp://127.0.0.1:7777)"
     )
+    parser.add_argument("--listen-fd", type=int, default=-1, metavar="N", help="a socket that listens there already")
     parser.add_argument(
         "--address-file", type=Path, metavar="FILE", help="write the real address there once it listens"
     )

@@ -271,6 +271,7 @@ class WorkerCore:
         self._ping_at = None
         if self._linked and exit_.code == 0:
             out.append(Send(Goodbye(exit_.reason)))
+            self._linked = False  # with that the scheduler has forgotten us
         if self._child is None:
             out.append(exit_)
         else:

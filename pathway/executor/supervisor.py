@@ -139,7 +139,7 @@ class Worker:
                 self._start_child(form)
             case TerminateChild():
                 if self._child is not None:
-                    self._child.process.terminate()
+                    self._child.terminate()
             case KillChild():
                 if self._child is not None:
                     self._child.process.kill()
@@ -211,6 +211,7 @@ class _Child:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._parent = ParentPipe()
         self._oom_kills_before = oom_kills()
+        self._quiet = False
         try:
             self.process = subprocess.Popen(
                 [*command, *self._parent.arguments],
@@ -226,6 +227,12 @@ class _Child:
         self._parent.started()
         assert self.process.stdout is not None
         self._output = self.process.stdout
+
+    def terminate(self) -> None:
+        """Ask it to end. What it says from now on is of no interest: for XLA, the end of an island's other hosts, which
+        end at the same time, is fatal and worth many lines."""
+        self._quiet = True
+        self.process.terminate()
 
     async def until_exit(self, prefix: str) -> str:
         """Pass its output on until it ends, by the end of the process and not by a poll, and say why it ended."""
@@ -255,23 +262,19 @@ class _Child:
             async for piece in stream:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
-                    _print_error(prefix, line)
-                    if line.strip():
-                        tail.append(line.decode(errors="replace").strip())
-        if rest:
-            _print_error(prefix, rest)
-            tail.append(rest.decode(errors="replace").strip())
+                    self._pass_on_line(prefix, line, tail)
+        self._pass_on_line(prefix, rest, tail)
+
+    def _pass_on_line(self, prefix: str, line: bytes, tail: deque[str]) -> None:
+        if self._quiet or not line.strip() or line.startswith(_CHATTER):
+            return
+        tail.append(line.decode(errors="replace").strip())
+        with contextlib.suppress(OSError):  # nobody reads our stderr: no reason to end the executor
+            os.write(2, prefix.encode() + line + b"\n")
 
 
 _CHATTER = (b"[Gloo] Rank ",)
 """What libraries print, on stdout, at every start."""
-
-
-def _print_error(prefix: str, line: bytes) -> None:
-    if line.startswith(_CHATTER):
-        return
-    with contextlib.suppress(OSError):  # nobody reads our stderr: no reason to end the executor
-        os.write(2, prefix.encode() + line + b"\n")
 
 
 def executor_command(options: WorkerOptions, form: FormIsland, host: str, keys: KeyPaths | None) -> list[str]:

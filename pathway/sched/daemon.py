@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,11 +61,9 @@ class Announcement:
             os.close(self.descriptor)
 
 
-async def serve(
-    settings: Settings, announcement: Announcement, ready: Callable[[str], object] = lambda address: None
-) -> None:
-    """Run the scheduler until it is told to stop. `ready` is called with the address once it listens. Raises
-    `ConfigError` where it cannot listen."""
+async def serve(settings: Settings, announcement: Announcement, listener: int = -1) -> None:
+    """Run the scheduler until it is told to stop. `listener` is the descriptor of a socket that listens at the address
+    already, if there is one. Raises `ConfigError` where it cannot listen."""
     keys = settings.key_paths("scheduler")
     identity = keys.identity() if keys is not None else None
     refuse_open_bind(settings.bind, identity, settings.insecure, "the scheduler's address")
@@ -79,10 +77,10 @@ async def serve(
         gate=gate,
         admit=admit_to_scheduler,
         max_undelivered_bytes=settings.max_undelivered_mib << 20,
-        socket_options={zmq.MAXMSGSIZE: settings.max_message_mib << 20},
+        socket_options={zmq.MAXMSGSIZE: settings.max_message_mib << 20, zmq.USE_FD: listener},
     )
     try:
-        await Daemon(settings, router, gate).run(announcement, ready)
+        await Daemon(settings, router, gate).run(announcement)
     finally:
         router.close()
         if gate is not None:
@@ -118,7 +116,7 @@ class Daemon:
         self._actor: Actor[Event, Instruction] = Actor(core, self._perform, router.flush, tick=Tick())
         self._post = router.post
 
-    async def run(self, announcement: Announcement, ready: Callable[[str], object]) -> None:
+    async def run(self, announcement: Announcement) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async with trio.open_nursery() as nursery:
                 if self._gate is not None:
@@ -130,7 +128,6 @@ class Daemon:
                 nursery.start_soon(self._drain_when_told, signals)
                 log.info("listening on %s", self._router.address)
                 announcement.make(self._router.address)
-                ready(self._router.address)
                 await self._stopped.wait()
                 nursery.cancel_scope.cancel()
         log.info("stopped")

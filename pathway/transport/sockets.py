@@ -95,8 +95,8 @@ class Router(Link):
         admit: Admit | None = None,
         max_undelivered_bytes: int | None = None,
     ) -> None:
-        limits = {} if max_undelivered_bytes is None else {zmq.SNDHWM: LIMITED_FRAMES}
-        super().__init__(zmq.ROUTER, {zmq.ROUTER_MANDATORY: 1, **limits, **options})
+        limits = {} if max_undelivered_bytes is None else {int(zmq.SNDHWM): LIMITED_FRAMES}
+        super().__init__(zmq.ROUTER, {int(zmq.ROUTER_MANDATORY): 1, **limits, **options})
         self._max_undelivered_bytes = max_undelivered_bytes
         self._gate = gate
         self._admit = admit
