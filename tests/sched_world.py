@@ -1,4 +1,4 @@
-"""A scheduler's core with peers that speak to it, for the tests of its subjects. Every event is followed by `validate`."""
+"""A scheduler's core with peers that speak to it, for the tests of its subjects. `validate` follows every event."""
 
 from __future__ import annotations
 
