@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -165,7 +166,7 @@ def test_blocks_in_use_never_overlap(history: list[tuple[int, int, float]]) -> N
             assert block.memory.nbytes >= nbytes
             used.append(block)
         spans = sorted((address(block), address(block) + block.nbytes) for block in used)
-        assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))  # W-1
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))  # W-1
         assert pool.used_bytes == sum(block.nbytes for block in used)
         peaks.append((clock.now, pool.used_bytes))
         recent = max(used_bytes for when, used_bytes in peaks if when >= clock.now - 60)
