@@ -89,8 +89,8 @@ class ConfigError(PathwayError, ValueError):
 
 
 class ErrorInfo(Struct, frozen=True, array_like=True):
-    """An error as it travels. `kind` is a class name of this module; `original` the qualified name of the exception that
-    was raised, for example `builtins.ValueError`. Empty fields are unknown."""
+    """An error as it travels. `kind` is a class name of this module; `original` the qualified name of the exception
+    that was raised, for example `builtins.ValueError`. Empty fields are unknown."""
 
     kind: str
     message: str

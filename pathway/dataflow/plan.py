@@ -1,4 +1,4 @@
-"""The plan: a graph lowered onto bound slices. For each island an ordered list of gangs of steps. Plain data that travels.
+"""The plan: a graph lowered onto bound slices. For each island, gangs of steps in order. Plain data.
 
 Words. A *part* is what one plan has to do on one island; a *gang* is a stretch of a part that starts as one on all the
 island's hosts: its steps need nothing from elsewhere but what the gang waits for at its beginning (design, section 6).
@@ -69,8 +69,8 @@ class Edge(Struct, frozen=True, array_like=True):
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """All that one island needs to know of a plan. `arguments` and `results` are slots; the k-th argument slot takes the
-    k-th entry that the run's message brings for this part, and `results[k]` = (result number, slot)."""
+    """All that one island needs to know of a plan. `arguments` and `results` are slots; the k-th argument slot takes
+    the k-th entry that the run's message brings for this part, and `results[k]` = (result number, slot)."""
 
     plan_name: str
     island: str
@@ -88,7 +88,7 @@ class Part(Struct, frozen=True, array_like=True):
 
 class Argument(Struct, frozen=True, array_like=True):
     """How one flattened argument of a program reaches its parts. `entries`: (part index, position in that part's
-    arguments). `inline`: the value rides in the run's message (small host arrays); otherwise it is a resident buffer."""
+    arguments). `inline`: the value rides in the run's message (small host arrays); if not, it is a resident buffer."""
 
     layout: Layout
     entries: tuple[tuple[int, int], ...]

@@ -1,8 +1,9 @@
 """Every message of the control plane and of the peer links: strict, versioned msgspec structs.
 
-One frame carries a list of messages (they leave as one when they queued while the socket was busy: O-6), as MessagePack.
+One frame carries a list of messages, as MessagePack: they leave as one when they queued while the socket was
+busy (O-6).
 Bulk data follows its message in frames of its own, so it is never copied into an encoder. A peer's first message is
-`Hello`; the answer is `Welcome` or `Refused`. Nothing here is pickled, and a frame that does not decode is refused whole.
+`Hello`; the answer is `Welcome` or `Refused`. Nothing here is pickled; a frame that does not decode is refused whole.
 
 Who speaks to whom:
   client      -> scheduler   sessions, slices, plans, runs, releases
@@ -15,6 +16,7 @@ Who speaks to whom:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import GenericAlias
 from typing import Any
 
 import msgspec
@@ -40,7 +42,7 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 # -- opening and keeping a connection ---------------------------------------------------------------------------------
 
 
-class Hello(Message, tag=1):
+class Hello(Message, frozen=True, tag=1):
     """The first message of every peer. `role`: client, worker, executor or peer (a bulk link). `resume` names a session
     that this client had before its connection broke (0: none). On a bulk link, `session` is the client's (0: an
     executor's link). `token` proves either (see `permissions`)."""
@@ -54,7 +56,7 @@ class Hello(Message, tag=1):
     session: int = 0
 
 
-class Welcome(Message, tag=2):
+class Welcome(Message, frozen=True, tag=2):
     """`scheduler` identifies the scheduler process: another number means another scheduler, which knows nothing.
     `token` proves that the session is this client's: to executors, and to the scheduler when it resumes."""
 
@@ -67,24 +69,24 @@ class Welcome(Message, tag=2):
     token: int = 0
 
 
-class Refused(Message, tag=3):
+class Refused(Message, frozen=True, tag=3):
     """`kind` is a class of `pathway.errors`."""
 
     kind: str
     reason: str
 
 
-class Ping(Message, tag=4):
+class Ping(Message, frozen=True, tag=4):
     """Sent every heartbeat, answered with `Pong`. Also renews a client's lease."""
 
     number: int
 
 
-class Pong(Message, tag=5):
+class Pong(Message, frozen=True, tag=5):
     number: int
 
 
-class Goodbye(Message, tag=6):
+class Goodbye(Message, frozen=True, tag=6):
     """The peer ends by its own will: what it owned can go at once."""
 
     reason: str = ""
@@ -93,7 +95,7 @@ class Goodbye(Message, tag=6):
 # -- client -> scheduler ----------------------------------------------------------------------------------------------
 
 
-class RequestSlice(Message, tag=10):
+class RequestSlice(Message, frozen=True, tag=10):
     """`slice` is numbered by the client. `mesh` is (axis, size) pairs. `island` insists on one ("" for any)."""
 
     slice: int
@@ -107,11 +109,11 @@ class RequestSlice(Message, tag=10):
     wait: bool = False
 
 
-class ReleaseSlice(Message, tag=11):
+class ReleaseSlice(Message, frozen=True, tag=11):
     slice: int
 
 
-class RegisterComputation(Message, tag=12):
+class RegisterComputation(Message, frozen=True, tag=12):
     """A StableHLO portable artifact with its shardings. Content-addressed: `key` is its hash. `metadata` is MessagePack
     of `dataflow.computation.ComputationMetadata`; the scheduler only passes it on."""
 
@@ -129,14 +131,14 @@ class PartPayload(Struct, frozen=True, array_like=True):
     payload: bytes  # MessagePack of dataflow.plan.Part
 
 
-class RegisterPlan(Message, tag=13):
+class RegisterPlan(Message, frozen=True, tag=13):
     plan: int
     name: str
     parts: tuple[PartPayload, ...]
 
 
-class StartRun(Message, tag=14):
-    """Start plan `plan` as run `run`. Results are buffers `first_result`, `first_result + 1`, ... `arguments[i]` is, for
+class StartRun(Message, frozen=True, tag=14):
+    """Start plan `plan` as run `run`. Results are buffers `first_result`, `first_result + 1`, .. `arguments[i]` is, for
     part i, a list with a buffer id or the bytes of a small host array for every argument slot; the scheduler does not
     look into it. Runs of one session start in the order of their messages (O-4)."""
 
@@ -146,7 +148,7 @@ class StartRun(Message, tag=14):
     arguments: tuple[Raw, ...]
 
 
-class PutBuffer(Message, tag=15):
+class PutBuffer(Message, frozen=True, tag=15):
     """The client makes a buffer on `island`: with `data` inline (dense, C order, the global array), or, where `data` is
     None, pushed straight to the hosts as `PutShard`."""
 
@@ -157,7 +159,7 @@ class PutBuffer(Message, tag=15):
     data: bytes | None = None
 
 
-class ReleaseBuffers(Message, tag=16):
+class ReleaseBuffers(Message, frozen=True, tag=16):
     """The client holds these no longer. `island` is where they live."""
 
     island: str
@@ -165,22 +167,22 @@ class ReleaseBuffers(Message, tag=16):
     buffers: tuple[int, ...]
 
 
-class CancelRun(Message, tag=17):
+class CancelRun(Message, frozen=True, tag=17):
     run: int
 
 
-class ReleasePlan(Message, tag=18):
+class ReleasePlan(Message, frozen=True, tag=18):
     plan: int
 
 
-class StatusRequest(Message, tag=19):
+class StatusRequest(Message, frozen=True, tag=19):
     request: int
 
 
 # -- scheduler -> client ----------------------------------------------------------------------------------------------
 
 
-class SliceBound(Message, tag=30):
+class SliceBound(Message, frozen=True, tag=30):
     """The slice's devices, as island indices in mesh order. Sent again with a new incarnation when its island returns,
     and with other devices when the slice moves."""
 
@@ -192,29 +194,29 @@ class SliceBound(Message, tag=30):
     devices_per_host: int
 
 
-class SliceRefused(Message, tag=31):
+class SliceRefused(Message, frozen=True, tag=31):
     slice: int
     kind: str
     reason: str
 
 
-class RunsFinished(Message, tag=32):
+class RunsFinished(Message, frozen=True, tag=32):
     runs: tuple[int, ...]
 
 
-class RunFailed(Message, tag=33):
+class RunFailed(Message, frozen=True, tag=33):
     run: int
     error: ErrorInfo
 
 
-class PlanFailed(Message, tag=34):
+class PlanFailed(Message, frozen=True, tag=34):
     """The plan can never run (a compile error, for example); its runs fail with the same error."""
 
     plan: int
     error: ErrorInfo
 
 
-class IslandLost(Message, tag=35):
+class IslandLost(Message, frozen=True, tag=35):
     """To clients and to executors: all buffers of this incarnation are gone."""
 
     island: str
@@ -233,13 +235,13 @@ class IslandEntry(Struct, frozen=True, array_like=True):
     device_kind: str = ""
 
 
-class Directory(Message, tag=36):
+class Directory(Message, frozen=True, tag=36):
     """All formed islands: to every client and executor, on every change."""
 
     islands: tuple[IslandEntry, ...]
 
 
-class StatusReply(Message, tag=37):
+class StatusReply(Message, frozen=True, tag=37):
     """`status` is JSON (see docs/cli.md for its keys)."""
 
     request: int
@@ -249,7 +251,7 @@ class StatusReply(Message, tag=37):
 # -- worker (supervisor) <-> scheduler --------------------------------------------------------------------------------
 
 
-class HostJoined(Message, tag=50):
+class HostJoined(Message, frozen=True, tag=50):
     """A host offers itself to an island. `coordinator_address` is where it would run the island's jax.distributed
     coordinator, should the scheduler choose it."""
 
@@ -263,7 +265,7 @@ class HostJoined(Message, tag=50):
     coordinator_address: str
 
 
-class FormIsland(Message, tag=51):
+class FormIsland(Message, frozen=True, tag=51):
     """Start the executor child as host `host_index` of this incarnation."""
 
     island: str
@@ -273,14 +275,14 @@ class FormIsland(Message, tag=51):
     host_index: int
 
 
-class StopExecutor(Message, tag=52):
+class StopExecutor(Message, frozen=True, tag=52):
     """End the executor child of this incarnation, if it still runs; answered by `ExecutorExited`."""
 
     island: str
     incarnation: int
 
 
-class ExecutorExited(Message, tag=53):
+class ExecutorExited(Message, frozen=True, tag=53):
     """`cause` is for people: exit code 1, signal SIGKILL, killed for memory, ..."""
 
     island: str
@@ -292,7 +294,7 @@ class ExecutorExited(Message, tag=53):
 # -- executor <-> scheduler -------------------------------------------------------------------------------------------
 
 
-class ExecutorReady(Message, tag=60):
+class ExecutorReady(Message, frozen=True, tag=60):
     island: str
     incarnation: int
     host_index: int
@@ -302,7 +304,7 @@ class ExecutorReady(Message, tag=60):
     pid: int
 
 
-class RegisterPart(Message, tag=61):
+class RegisterPart(Message, frozen=True, tag=61):
     """To every host of the part's island: compile and bind it."""
 
     session: int
@@ -310,7 +312,7 @@ class RegisterPart(Message, tag=61):
     payload: bytes
 
 
-class StartPart(Message, tag=62):
+class StartPart(Message, frozen=True, tag=62):
     """To the island's leader, which passes it to its followers: one run's part. `arguments` as in `StartRun`."""
 
     session: int
@@ -320,7 +322,7 @@ class StartPart(Message, tag=62):
     arguments: Raw
 
 
-class PutOnIsland(Message, tag=63):
+class PutOnIsland(Message, frozen=True, tag=63):
     """`PutBuffer`, as passed to the leader and by it to its followers."""
 
     session: int
@@ -329,24 +331,24 @@ class PutOnIsland(Message, tag=63):
     data: bytes | None = None
 
 
-class FreeBuffers(Message, tag=64):
+class FreeBuffers(Message, frozen=True, tag=64):
     session: int
     buffers: tuple[int, ...]
 
 
-class CloseSession(Message, tag=65):
+class CloseSession(Message, frozen=True, tag=65):
     """Drop all that the session owns, whatever it waits for."""
 
     session: int
 
 
-class CancelPart(Message, tag=66):
+class CancelPart(Message, frozen=True, tag=66):
     session: int
     run: int
     error: ErrorInfo
 
 
-class PartsFinished(Message, tag=67):
+class PartsFinished(Message, frozen=True, tag=67):
     """Leader -> scheduler: (session, run) of parts that every host of the island has finished. `device_us` is how long
     the island was busy with them together."""
 
@@ -354,7 +356,7 @@ class PartsFinished(Message, tag=67):
     device_us: int = 0
 
 
-class PartFailed(Message, tag=68):
+class PartFailed(Message, frozen=True, tag=68):
     """Leader -> scheduler: the part is over, its results are poisoned with `error`."""
 
     session: int
@@ -362,7 +364,7 @@ class PartFailed(Message, tag=68):
     error: ErrorInfo
 
 
-class PartRefused(Message, tag=69):
+class PartRefused(Message, frozen=True, tag=69):
     """Host -> scheduler: this plan can never run here (it does not compile)."""
 
     session: int
@@ -370,12 +372,12 @@ class PartRefused(Message, tag=69):
     error: ErrorInfo
 
 
-class DropPlan(Message, tag=70):
+class DropPlan(Message, frozen=True, tag=70):
     session: int
     plan: int
 
 
-class ExecutorReport(Message, tag=71):
+class ExecutorReport(Message, frozen=True, tag=71):
     """Leader -> scheduler, each heartbeat: bytes held per session, and what waits for what: (session, run or plan,
     reason, since seconds ago)."""
 
@@ -384,7 +386,7 @@ class ExecutorReport(Message, tag=71):
     busy_us: int
 
 
-class AccessList(Message, tag=72):
+class AccessList(Message, frozen=True, tag=72):
     """Scheduler -> executors, after `Welcome` and on each change: who may connect to their peer sockets. `secret` is
     what tokens are made with; `allow_list` the text of the allow-list ("" in a cluster without keys)."""
 
@@ -395,15 +397,15 @@ class AccessList(Message, tag=72):
         return "AccessList(hidden)"
 
 
-# -- leader <-> followers (on the leader's peer socket) -------------------------------------------------------------------
+# -- leader <-> followers (on the leader's peer socket) ---------------------------------------------------------
 
 
-class FollowerHello(Message, tag=80):
+class FollowerHello(Message, frozen=True, tag=80):
     host_index: int
     incarnation: int
 
 
-class LaunchGang(Message, tag=81):
+class LaunchGang(Message, frozen=True, tag=81):
     """The next gang in the island's order (O-1)."""
 
     session: int
@@ -411,7 +413,7 @@ class LaunchGang(Message, tag=81):
     gang: int
 
 
-class EdgeArrived(Message, tag=82):
+class EdgeArrived(Message, frozen=True, tag=82):
     """Follower -> leader: all of this edge's shards for my devices are here (or never will be: `error`)."""
 
     session: int
@@ -420,7 +422,7 @@ class EdgeArrived(Message, tag=82):
     error: ErrorInfo | None = None
 
 
-class BufferArrived(Message, tag=83):
+class BufferArrived(Message, frozen=True, tag=83):
     """Follower -> leader: my shards of a buffer that a client puts are here."""
 
     session: int
@@ -428,7 +430,7 @@ class BufferArrived(Message, tag=83):
     error: ErrorInfo | None = None
 
 
-class PartBound(Message, tag=84):
+class PartBound(Message, frozen=True, tag=84):
     """Follower -> leader: the plan's part is compiled and bound here."""
 
     session: int
@@ -436,20 +438,20 @@ class PartBound(Message, tag=84):
     error: ErrorInfo | None = None
 
 
-class GangsDone(Message, tag=85):
+class GangsDone(Message, frozen=True, tag=85):
     """Follower -> leader: gangs that this host's devices have finished, in order. (session, run, gang)."""
 
     gangs: tuple[tuple[int, int, int], ...]
 
 
-class GangFailed(Message, tag=86):
+class GangFailed(Message, frozen=True, tag=86):
     session: int
     run: int
     gang: int
     error: ErrorInfo
 
 
-class PoisonGang(Message, tag=87):
+class PoisonGang(Message, frozen=True, tag=87):
     """In place of `LaunchGang`, in the same order: this gang will not start. Its results are `error`, and so is what it
     would have sent."""
 
@@ -462,9 +464,9 @@ class PoisonGang(Message, tag=87):
 # -- peer links: bulk -------------------------------------------------------------------------------------------------
 
 
-class EdgeShard(Message, tag=90):
+class EdgeShard(Message, frozen=True, tag=90):
     """A piece of an edge's value for one device of the receiver. The data comes as `Chunk`s of transfer `transfer`, or,
-    where it is at most CHUNK_BYTES, in the one frame after this message. `region` is in the coordinates of the array."""
+    where it is at most CHUNK_BYTES, in the one frame after this message. `region` is in the array's coordinates."""
 
     transfer: int
     session: int
@@ -475,7 +477,7 @@ class EdgeShard(Message, tag=90):
     nbytes: int
 
 
-class EdgeFailed(Message, tag=91):
+class EdgeFailed(Message, frozen=True, tag=91):
     """Nothing will come on this edge."""
 
     session: int
@@ -484,7 +486,7 @@ class EdgeFailed(Message, tag=91):
     error: ErrorInfo
 
 
-class PutShard(Message, tag=92):
+class PutShard(Message, frozen=True, tag=92):
     """A client's data for one region of a buffer: every device of the host that holds the region gets it."""
 
     transfer: int
@@ -494,8 +496,8 @@ class PutShard(Message, tag=92):
     nbytes: int
 
 
-class Fetch(Message, tag=93):
-    """Send me these shards (island device indices) of a buffer, when it is there. May come before the buffer is known."""
+class Fetch(Message, frozen=True, tag=93):
+    """Send me these shards (island device indices) of a buffer, when it is there. May come before it is known."""
 
     request: int
     session: int
@@ -503,7 +505,7 @@ class Fetch(Message, tag=93):
     devices: tuple[int, ...]
 
 
-class FetchedShard(Message, tag=94):
+class FetchedShard(Message, frozen=True, tag=94):
     """One shard for a `Fetch`: data as for `EdgeShard`. `region` is what it covers."""
 
     transfer: int
@@ -513,27 +515,27 @@ class FetchedShard(Message, tag=94):
     nbytes: int
 
 
-class FetchFailed(Message, tag=95):
+class FetchFailed(Message, frozen=True, tag=95):
     request: int
     error: ErrorInfo
 
 
-class Chunk(Message, tag=96):
+class Chunk(Message, frozen=True, tag=96):
     """One piece of a transfer larger than CHUNK_BYTES: the frame after this message, at `offset` of the transfer."""
 
     transfer: int
     offset: int
 
 
-class TraceRequest(Message, tag=97):
+class TraceRequest(Message, frozen=True, tag=97):
     """Switch the recording of steps on or off at this executor, and send what was recorded."""
 
     request: int
     record: bool
 
 
-class TraceReply(Message, tag=98):
-    """(session, run, plan name, node name, gang, start, end), seconds of the host's monotonic clock (CLOCK_MONOTONIC)."""
+class TraceReply(Message, frozen=True, tag=98):
+    """(session, run, plan name, node name, gang, start, end), seconds of the host's CLOCK_MONOTONIC."""
 
     request: int
     steps: tuple[tuple[int, int, str, str, int, float, float], ...]
@@ -545,7 +547,7 @@ MemoryFile = tuple[int, str, int]
 """A sealed memfd of the sender's: its descriptor there, its name, its size."""
 
 
-class ShareOffer(Message, tag=100):
+class ShareOffer(Message, frozen=True, tag=100):
     """Both ends of a peer link say this first. Who can open the `beacon` of process `pid` shares its machine, and says
     so with a proof. `board` is where borrowers return what they have; `link` is what this link is called there."""
 
@@ -556,19 +558,19 @@ class ShareOffer(Message, tag=100):
     link: int
 
 
-class ShareProof(Message, tag=101):
+class ShareProof(Message, frozen=True, tag=101):
     """I can read your memory: data for me may come as `Shared`."""
 
     proof: bytes
 
 
-class ShareArena(Message, tag=102):
+class ShareArena(Message, frozen=True, tag=102):
     """The next arena that data for you may lie in; they are numbered from 0 on each link and direction."""
 
     arena: MemoryFile
 
 
-class Shared(Message, tag=103):
+class Shared(Message, frozen=True, tag=103):
     """In place of the `Chunk`s of a transfer: all of its data, in an arena. Clearing `cell` of the board returns it."""
 
     transfer: int
@@ -578,7 +580,9 @@ class Shared(Message, tag=103):
 
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = tuple(
-    value for value in list(globals().values()) if isinstance(value, type) and issubclass(value, Message) and value is not Message
+    value
+    for value in list(globals().values())
+    if isinstance(value, type) and issubclass(value, Message) and value is not Message
 )
 """Every message type, by definition order."""
 
@@ -592,7 +596,7 @@ def encode(messages: Sequence[Message]) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> list[Any]:
-    """The messages of one frame. Raises `ProtocolError` for anything that is not a list of known, well-formed messages."""
+    """The messages of one frame. Raises `ProtocolError` for anything but a list of known, well-formed messages."""
     if len(frame) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a frame of {len(frame):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
     try:
@@ -608,4 +612,4 @@ def _union(types: tuple[type[Message], ...]) -> Any:
     return union
 
 
-_decoder = msgspec.msgpack.Decoder(list[_union(CONTROL_MESSAGES)])
+_decoder = msgspec.msgpack.Decoder(GenericAlias(list, (_union(CONTROL_MESSAGES),)))
