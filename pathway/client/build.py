@@ -80,7 +80,7 @@ def lower_plan(
         )
     _check_same_client(client, traced.name, leaves, graph, [slices[number] for number in sorted(used)])
     bindings = {number: slices[number].binding(BIND_TIMEOUT_S) for number in sorted(used)}
-    check_donated(traced.name, leaves, donated, [handle for _, handle in graph.references])  # type: ignore[misc]
+    check_donated(traced.name, leaves, donated, [handle for _, handle in graph.references])
     bound = {number: binding.bound for number, binding in bindings.items()}
     sequence = order(
         graph, bound, cost=lambda node: cost_estimate(node, graph.slices[node.slice].mesh), schedule=schedule

@@ -48,7 +48,7 @@ class Program:
     ) -> None:
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
-        self._name: str = name or getattr(fun, "__name__", type(fun).__name__)
+        self._name = name or str(getattr(fun, "__name__", type(fun).__name__))
         self._donate_argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         self._statics = Statics.of(fun, static_argnums, static_argnames)
         self._has_statics = bool(self._statics.numbers or self._statics.names)

@@ -297,10 +297,11 @@ _LIBRARIES = tuple(
 
 
 def source_line(equation: Equation) -> str:
-    """The user's line that made an equation, as "train.py:12 in step"."""
+    """The user's line that made an equation, as "train.py:12 in step". Of a stage that is a program by itself there is
+    none within the trace: then it is the line that called it."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
-    return _user_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
+    return _user_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames) or calling_line()
 
 
 def calling_line() -> str:
