@@ -31,12 +31,13 @@ def main() -> None:
             step = chain.make_step(wait_us)
             placed = pw.jit(devices, in_specs=(spec,), out_specs=spec)
             placed_step = placed(step)
-            call: Callable[[Any], Any] = {
+            cases: dict[str, Callable[[Any], Any]] = {
                 "O": placed_step,
                 "C": pw.program(fuse=False)(chain.make_fused(placed_step)),
                 "C fused": pw.program(chain.make_fused(placed_step)),
                 "F": placed(chain.make_fused(step)),
-            }[case]
+            }
+            call = cases[case]
             call(start).block_until_ready()
             return call
 
