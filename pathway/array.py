@@ -29,6 +29,24 @@ CACHED_VALUE_BYTES = 1024 * 1024
 """A value that was fetched is kept with the array up to this size; a larger one is fetched again when it is needed."""
 
 
+class Reference:
+    """An array as traces know it: compared by identity, where `==` of arrays is their elements'."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and other.array is self.array
+
+    def __hash__(self) -> int:
+        return hash(self.array)
+
+    def __repr__(self) -> str:
+        return repr(self.array)
+
+
 class Array(ArrayOperators):
     """An array on a slice. Made by programs and `pathway.put`, never directly."""
 
@@ -242,7 +260,7 @@ class Array(ArrayOperators):
         """Within a program that closes over the array: a reference to it where it lies. Elsewhere: its value."""
         if tracing.is_on():
             self._check()
-            return array_reference(self, self.shape, self.dtype, self.weak_type)
+            return array_reference(Reference(self), self.shape, self.dtype, self.weak_type)
         return jax.numpy.asarray(self.numpy())
 
     # -- its end ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from pathway.array import Array
+from pathway.array import Array, Reference
 from pathway.client.bindings import Binding
 from pathway.client.hostvalues import aval_of, physical_value
 from pathway.client.plans import BoundPlan, HostArgument, ResultSource, check_donated, check_usable
@@ -65,7 +65,7 @@ def lower_plan(
     graph = place(
         traced,
         {number: handle.shape_for_graph for number, handle in slices.items()},
-        [_resident(leaf) if isinstance(leaf, Array) else None for leaf in leaves],
+        [_resident(Reference(leaf)) if isinstance(leaf, Array) else None for leaf in leaves],
         donated=donated,
         references=_resident,
         default_slice=_default_slice(client, slices),
@@ -80,7 +80,7 @@ def lower_plan(
         )
     _check_same_client(client, traced.name, leaves, graph, [slices[number] for number in sorted(used)])
     bindings = {number: slices[number].binding(BIND_TIMEOUT_S) for number in sorted(used)}
-    check_donated(traced.name, leaves, donated, [handle for _, handle in graph.references])
+    check_donated(traced.name, leaves, donated, _closed_over(graph))
     bound = {number: binding.bound for number, binding in bindings.items()}
     sequence = order(
         graph, bound, cost=lambda node: cost_estimate(node, graph.slices[node.slice].mesh), schedule=schedule
@@ -106,6 +106,7 @@ def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
     number = _register(lowered)
     sources: list[list[int]] = [[-1] * len(part.arguments) for part in plan.parts]
     fixed: list[Array] = []
+    closed_over = _closed_over(graph)
     hosts = []
     for index, argument in enumerate(plan.arguments):
         if index < count:
@@ -121,7 +122,7 @@ def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
         else:
             for part, slot in argument.entries:
                 sources[part][slot] = count + len(fixed)
-                fixed.append(graph.references[index - count - len(graph.constants)][1])
+                fixed.append(closed_over[index - count - len(graph.constants)])
     return BoundPlan(
         client=client,
         number=number,
@@ -140,7 +141,7 @@ def _check_same_client(
 ) -> None:
     if any(handle.client is not client for handle in slices):
         raise ProgramError(f"{program} uses slices of different connections")
-    for array in (*leaves, *(handle for _, handle in graph.references)):
+    for array in (*leaves, *_closed_over(graph)):
         if isinstance(array, Array):
             check_usable(array, program)
             if array._kind.binding.core is not client.core:
@@ -163,9 +164,15 @@ def _default_slice(client: Client | None, slices: Mapping[int, Any]) -> int | No
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _resident(array: Any) -> Resident:
-    kind = array._kind
-    return Resident(kind.binding.bound.slice, kind.sharding, array)
+def _resident(reference: Any) -> Resident:
+    kind = reference.array._kind
+    return Resident(kind.binding.bound.slice, kind.sharding, reference)
+
+
+def _closed_over(graph: Graph) -> list[Array]:
+    """The arrays behind a graph's references, in order."""
+    references: Sequence[Any] = graph.references
+    return [handle.array for _, handle in references]
 
 
 def _register(lowered: LoweredPlan) -> int:

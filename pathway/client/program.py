@@ -175,7 +175,7 @@ def program(
     Everything of JAX that is pure works inside, `jax.grad` across stages included. What is in no stage is placed by its
     operands. `donate_argnums` are arguments that the caller gives up. `static_argnums` and `static_argnames` are Python
     values that it is traced anew for. `fuse=False` keeps every stage a computation of its own. `schedule` orders each
-    island's nodes (see docs/programs.md).
+    island's nodes: "program" keeps every device to the order of the program's calls (see docs/pipelines.md).
     """
     options = {
         "donate_argnums": donate_argnums,
