@@ -216,6 +216,18 @@ def test_strict_schedules_forbid_overtaking():
     assert any(len(gang.after) != 1 for part in loose.parts for gang in part.gangs[1:])
 
 
+def test_in_program_order_only_gangs_that_share_a_device_wait_for_each_other():
+    def after(devices):
+        builder = GraphBuilder({1: bound(1, "east", [0, 1]), 2: bound(2, "east", devices), 3: bound(3, "west", [0])})
+        far = [builder.node(3, [builder.argument(3)]) for _ in range(3)]
+        near = [builder.node(where, [value]) for where, value in zip((1, 2, 1), far, strict=True)]
+        plan = plan_of(builder.graph(near), builder.bindings, schedule="program")
+        return [gang.after for gang in part_of(plan, "east").gangs]
+
+    assert after([2, 3]) == [(), (), (0,)]
+    assert after([1, 2]) == [(), (0,), (1,)]
+
+
 def test_steps_on_other_devices_do_not_wait_for_edges_that_they_do_not_need():
     builder = GraphBuilder({1: bound(1, "east", [0, 1]), 2: bound(2, "east", [2, 3]), 3: bound(3, "west", [0])})
     far = builder.node(3, [builder.argument(3)])
@@ -289,11 +301,12 @@ def test_the_plan_does_not_depend_on_the_shard_count():
 
 
 @settings(max_examples=200, deadline=None)
-@given(random_graphs(), st.booleans())
-def test_every_plan_keeps_the_invariants(case, strict):
+@given(random_graphs(), st.sampled_from(["loose", "strict", "program"]))
+def test_every_plan_keeps_the_invariants(case, kind):
     graph, bindings = case
-    plan = plan_of(graph, bindings, schedule=order(graph, bindings).orders if strict else None)
-    assert plan == plan_of(graph, bindings, schedule=order(graph, bindings).orders if strict else None)
+    schedule = {"loose": None, "strict": order(graph, bindings).orders, "program": "program"}[kind]
+    plan = plan_of(graph, bindings, schedule=schedule)
+    assert plan == plan_of(graph, bindings, schedule=schedule)
     used = {(value, graph.nodes[node].slice) for node in range(len(graph.nodes)) for value in graph.nodes[node].inputs}
     assert sum(len(part.edges_in) for part in plan.parts) <= 3 * len(used)
     for per_device in peak_bytes(plan).values():

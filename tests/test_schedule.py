@@ -82,6 +82,17 @@ def test_an_explicit_order_is_kept():
     }
 
 
+def test_program_keeps_every_device_to_the_order_of_the_program():
+    graph, bindings = pipeline(4)
+    schedule = order(graph, bindings, schedule="program")
+    assert schedule.strict
+    assert schedule.per_device
+    for island, nodes in schedule.orders.items():
+        assert list(nodes) == [n.index for n in graph.nodes if bindings[n.slice].island == island]
+    with pytest.raises(ProgramError, match="programm"):
+        order(graph, bindings, schedule="programm")
+
+
 @pytest.mark.parametrize(
     ("given_order", "message"),
     [

@@ -79,16 +79,18 @@ class DraftPart:
 
 class GangCutter:
     """Cuts a part's steps into gangs: a new one where a step is the first to need an edge (D-2), and where a step on
-    other devices would wait for edges that it does not need."""
+    other devices would wait for edges that it does not need. `strict`: gangs keep their order; `per_device`: only those
+    do that share a device."""
 
-    def __init__(self, part: DraftPart, *, strict: bool) -> None:
-        self.part, self.strict = part, strict
+    def __init__(self, part: DraftPart, *, strict: bool, per_device: bool = False) -> None:
+        self.part, self.strict, self.per_device = part, strict, per_device
         self.gang = DraftGang()
         self.first = 0  # the first gang that computes
         self.arrived: set[int] = set()
         self.written_here: set[int] = set()
         self.devices_here: set[int] = set()
         self.device_sets: dict[tuple[int, ...], frozenset[int]] = {}
+        self.last_gang: dict[int, int] = {}  # by device
 
     def cut(self, sends: list[list[Draft]], computes: Iterable[Draft]) -> None:
         """Gangs of `sends`, as they stand, then of `computes` with the sends of what they write."""
@@ -113,14 +115,17 @@ class GangCutter:
         self._close()
 
     def _would_wait_for_nothing(self, draft: Draft, devices: frozenset[int]) -> bool:
-        if self.strict or not self.gang.waits:
+        if (self.strict and not self.per_device) or not self.gang.waits:
             return False
         return self.devices_here.isdisjoint(devices) and self.written_here.isdisjoint(draft.reads)
 
     def _close(self) -> None:
         if self.gang.steps:
             number = len(self.part.gangs)
-            if self.strict and number > self.first:
+            if self.per_device:
+                self.gang.after.update(self.last_gang[device] for device in self.devices_here & self.last_gang.keys())
+                self.last_gang.update(dict.fromkeys(self.devices_here, number))
+            elif self.strict and number > self.first:
                 self.gang.after.add(number - 1)
             self.part.gangs.append(self.gang)
         self.gang = DraftGang()

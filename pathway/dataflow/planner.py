@@ -152,12 +152,15 @@ class _Planner:
         numbers = self._number_results()
         for island, nodes in self.schedule.orders.items():
             part = self._part_of(island)
-            GangCutter(part, strict=self.schedule.strict).cut(self._sends_of_arguments(part), map(self._execute, nodes))
+            self._cutter(part).cut(self._sends_of_arguments(part), map(self._execute, nodes))
         for part in self.parts.values():
             if part.island not in self.schedule.orders:  # it only hands arguments on
-                GangCutter(part, strict=self.schedule.strict).cut(self._sends_of_arguments(part), ())
+                self._cutter(part).cut(self._sends_of_arguments(part), ())
             free(part)
         return self._finish(numbers)
+
+    def _cutter(self, part: DraftPart) -> GangCutter:
+        return GangCutter(part, strict=self.schedule.strict, per_device=self.schedule.per_device)
 
     # -- slots -----------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ something like 1F1B without having asked: a backward node stands before the next
 taken as soon as its cotangent is there, and forward nodes fill the time until then.
 
 A schedule may instead be given, as data: a predicate `before(first, second)` over two nodes of one island, or the
-order itself. It is then kept strictly. Prior art: jaxpp's and shardy's pipeline schedules are such values; Pathways
-(section 4.4) enqueues in program order.
+order itself. It is then kept strictly. So is the order in which the program calls its stages, if that is asked for
+("program"), but device by device: what runs on other devices of the island does not wait for it. Prior art: jaxpp's and
+shardy's pipeline schedules are such values; Pathways (section 4.4) enqueues in program order.
 
 Invariants
   S-1  Every node is in the order of its island exactly once.
@@ -21,6 +22,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pathway.dataflow.graph import BoundSlice, Graph, Node
 from pathway.errors import ProgramError
@@ -28,8 +30,11 @@ from pathway.errors import ProgramError
 Before = Callable[[Node, Node], bool]
 """Whether the first node must run before the second; both are on the same island."""
 
-ScheduleSpec = Before | Mapping[str, Sequence[int]] | Sequence[int] | None
-"""None: by simulation. Otherwise a predicate, each island's nodes in order, or the whole program's nodes in order."""
+PROGRAM: Literal["program"] = "program"
+
+ScheduleSpec = Before | Mapping[str, Sequence[int]] | Sequence[int] | Literal["program"] | None
+"""None: by simulation. "program": every device keeps to the order of the program's own calls. Otherwise a predicate,
+each island's nodes in order, or the whole program's nodes in order."""
 
 TRANSFER_LATENCY_S = 200e-6
 TRANSFER_BYTES_PER_S = 4e9
@@ -40,11 +45,13 @@ DEFAULT_COST_S = 1e-3
 @dataclass(frozen=True)
 class Schedule:
     """`orders`: each island's nodes. `strict`: an island must not depart from its order, even for a node that is ready
-    earlier. `spans`: when each node ran in the simulation, (start, end) in seconds, by node index."""
+    earlier. `per_device`: nodes that share no device may depart even from a strict order. `spans`: when each node ran in
+    the simulation, (start, end) in seconds, by node index."""
 
     orders: Mapping[str, tuple[int, ...]]
     strict: bool
     spans: tuple[tuple[float, float], ...]
+    per_device: bool = False
 
 
 def order(
@@ -57,11 +64,15 @@ def order(
     simulation = _Simulation(graph, bindings, cost or (lambda node: DEFAULT_COST_S))
     if schedule is None:
         simulation.let_donors_run_last()
+    elif isinstance(schedule, str):
+        if schedule != PROGRAM:
+            raise ProgramError(f'a schedule is a predicate, an order of nodes, "program" or None, not {schedule!r}')
+        simulation.keep_program_order()
     elif callable(schedule):
         simulation.constrain(_pairs(simulation.nodes_of, schedule))
     else:
         simulation.constrain(_chains(simulation.nodes_of, schedule))
-    return simulation.run(strict=schedule is not None)
+    return simulation.run(strict=schedule is not None, per_device=schedule == PROGRAM)
 
 
 @dataclass
@@ -104,6 +115,14 @@ class _Simulation:
             self.states[first].first.add(second)
             self.states[second].blockers.add(first)
 
+    def keep_program_order(self) -> None:
+        """On every device, nodes start in the order in which they stand in the program."""
+        nodes_of: dict[int, list[int]] = {}
+        for state in self.states:
+            nodes_of.setdefault(state.lane, []).append(state.node.index)
+        for indices in nodes_of.values():
+            self.constrain(itertools.pairwise(indices))
+
     def let_donors_run_last(self) -> None:
         """A node that takes over a buffer runs after the others that read it."""
         readers: dict[int, list[int]] = {}
@@ -119,7 +138,7 @@ class _Simulation:
                     if reader < node.index and self.graph.nodes[reader].slice == node.slice
                 )
 
-    def run(self, *, strict: bool) -> Schedule:
+    def run(self, *, strict: bool, per_device: bool = False) -> Schedule:
         orders: dict[str, list[int]] = {island: [] for island in self.nodes_of}
         spans = [(0.0, 0.0)] * len(self.states)
         waiting = [len(state.blockers) for state in self.states]
@@ -159,7 +178,8 @@ class _Simulation:
         placed = sum(map(len, orders.values()))
         if placed < len(self.states):
             raise ProgramError(self._describe_cycle(waiting))
-        return Schedule({island: tuple(nodes) for island, nodes in sorted(orders.items())}, strict, tuple(spans))
+        given = {island: tuple(nodes) for island, nodes in sorted(orders.items())}
+        return Schedule(given, strict, tuple(spans), per_device)
 
     def _describe_cycle(self, waiting: list[int]) -> str:
         stuck = {index for index, count in enumerate(waiting) if count > 0}
