@@ -15,7 +15,8 @@ from sched_world import NO_ARGUMENTS, World, empty_part, executor_of, hello, sen
 from pathway.errors import ErrorInfo
 from pathway.sched.core import SchedulerCore, SchedulerSettings
 from pathway.sched.events import Instruction, MessageReceived, Send
-from pathway.sched.lanes import Lane, LaneScheduler, Run, validate
+from pathway.sched.lanes import Lane, LaneScheduler, Run
+from pathway.sched.validate import validate_lanes
 from pathway.transport import messages as m
 
 BROKEN = ErrorInfo("ExecutionError", "broken")
@@ -268,7 +269,7 @@ class Lanes(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        validate(self.scheduler, self.lanes)
+        validate_lanes(self.scheduler, self.lanes)
         for order in self.order.values():
             assert [run for _, run in order] == sorted({run for _, run in order}), "S-1, and no run twice"
         assert len(set(self.ended)) == len(self.ended)

@@ -1,228 +1,338 @@
-"""The gang scheduler: which run goes to the islands when. FIFO, all or nothing, with credits.
+"""The gang scheduler: which run goes to the islands when. A policy's order, all or nothing, with credits.
 
-A *lane* is one incarnation of an island, as a queue of runs. A run stands in the lane of every island that it touches.
+A run waits on every island that it touches, in its session's flow there, and when it is the first of the flow, in the
+line of its group of devices (`queues`). The policy ranks the first runs of a line. When a group has room, the turn of
+the least has come there. A run whose turn has come on all its islands leaves, for all of them at once.
 
 Invariants
   O-4  What one session sends to one island reaches it in that order: a put or a release stands behind the session's
        runs that are queued there, never before them.
   O-5  The work for a run is per island that it touches, never per shard, device, host or island of the cluster.
-  O-7  At most `credits` parts are in flight past the leader of each island.
-  S-1  All lanes hold their runs in the same order, that of arrival, and a run leaves for all its islands at once, when
-       it is at the head of all its lanes and each has a credit. So no two runs wait for each other.
+  O-7  At most `credits` parts whose inputs are there are in flight past the leader of each group, and of a policy with
+       a window no more than it lets in by expected time, but always two, so that devices do not idle. Of parts whose
+       inputs are late at most `credits` of one session; they hold back nobody else.
+  S-1  A turn that has come is kept, and costs the others nothing: the group goes on with the next in its line. (Under a
+       strict policy it waits; its ranks are the same in all lines, so the first of all runs waits for no turn.) So no
+       two runs wait for each other's turns, whatever the policy, and however the lines differ.
   S-2  A run ends exactly once for the client: finished when all its parts have, or failed with the first cause. The run
        itself is over when its last part is, so that every credit comes back.
+  S-3  A run of several islands that has all its turns claims a credit of each. All groups hold their claims in the same
+       order, and a claim leaves one credit free for itself: others have room only beside it. So the first claim of all
+       gets every credit that comes back, and goes; by induction so do the others.
+  S-4  Nothing starves: a policy's line brings every turn at last, and a claim is overtaken by earlier claims only.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-
-from msgspec import Raw
+from collections.abc import Callable, Iterable, Sequence
 
 from pathway.errors import ErrorInfo
-from pathway.sched.events import Instruction, PeerKey, Send
-from pathway.transport.messages import CancelPart, ExecutorReport, Message, StartPart
+from pathway.sched.events import Instruction, Send
+from pathway.sched.policies import Fifo, Policy, Tenant
+from pathway.sched.queues import UNKNOWN_US, Flow, Group, Held, Lane, Part, Run, join, regroup
+from pathway.transport.messages import CancelPart, Message, StartPart
 
+__all__ = ["Lane", "LaneScheduler", "Run"]
 
-class Run:
-    """`open` counts the parts in flight. `error` is what the client was told, if it was told of a failure."""
+AT_LEAST = 2
+"""Parts in flight that a window always lets in: one that runs, and one to follow it without a gap."""
 
-    __slots__ = ("arguments", "error", "first_result", "lanes", "number", "open", "plan", "session", "since")
-
-    def __init__(
-        self,
-        session: int,
-        number: int,
-        plan: int,
-        first_result: int,
-        arguments: tuple[Raw, ...],
-        lanes: tuple[Lane, ...],
-        since: float,
-    ) -> None:
-        self.session = session
-        self.number = number
-        self.plan = plan
-        self.first_result = first_result
-        self.arguments = arguments
-        self.lanes = lanes
-        self.since = since
-        self.open = 0
-        self.error: ErrorInfo | None = None
-
-
-class _Held:
-    """A message that keeps its place behind the session's queued runs."""
-
-    __slots__ = ("message", "session")
-
-    def __init__(self, session: int, message: Message) -> None:
-        self.session = session
-        self.message = message
-
-
-class Lane:
-    """One formed incarnation of an island. `neighbours`: the islands, with their incarnations, that its executors were
-    told of because they share plans. `error`: why it was lost."""
-
-    __slots__ = (
-        "computations",
-        "error",
-        "hosts",
-        "incarnation",
-        "island",
-        "leader",
-        "neighbours",
-        "queue",
-        "queued",
-        "registered",
-        "report",
-        "running",
-    )
-
-    def __init__(self, island: str, incarnation: int, hosts: tuple[PeerKey, ...]) -> None:
-        self.island = island
-        self.incarnation = incarnation
-        self.hosts = hosts
-        self.leader = hosts[0]
-        self.error: ErrorInfo | None = None
-        self.queue: deque[Run | _Held] = deque()
-        self.queued: dict[int, int] = {}  # how many of a session's entries stand in the queue
-        self.running: dict[tuple[int, int], Run] = {}
-        self.registered: set[tuple[int, int]] = set()
-        self.computations: set[str] = set()
-        self.neighbours: dict[str, int] = {}
-        self.report: ExecutorReport | None = None
-
-    def tell_all(self, message: Message, out: list[Instruction]) -> None:
-        for host in self.hosts:
-            out.append(Send(host, message))
-
-    def _enqueue(self, entry: Run | _Held) -> None:
-        self.queue.append(entry)
-        self.queued[entry.session] = self.queued.get(entry.session, 0) + 1
-
-    def _dequeued(self, session: int) -> None:
-        left = self.queued[session] - 1
-        if left:
-            self.queued[session] = left
-        else:
-            del self.queued[session]
-
-    def _remove(self, entries: set[Run]) -> None:
-        if any(entry in entries for entry in self.queue):
-            kept = [entry for entry in self.queue if entry not in entries]
-            for entry in self.queue:
-                if entry in entries:
-                    self._dequeued(entry.session)
-            self.queue = deque(kept)
+LEARNING = 0.25
+"""How much a part's last time counts in what it is expected to take."""
 
 
 class LaneScheduler:
     """`failed(run, error, now, out)` is called when a run fails, once for each."""
 
-    def __init__(self, credits: int, failed: Callable[[Run, ErrorInfo, float, list[Instruction]], None]) -> None:
+    def __init__(
+        self,
+        credits: int,
+        failed: Callable[[Run, ErrorInfo, float, list[Instruction]], None],
+        policy: Policy | None = None,
+    ) -> None:
         self.credits = credits
+        self.policy = policy or Fifo()
         self.active = 0  # runs that are not over
         self._failed = failed
+        self._tenants: dict[int, Tenant] = {}
+        self._arrivals = 0
+        self._stamps = 0
+        self._claims = 0
+
+    def tenant(self, session: int) -> Tenant:
+        """What policies know of a session."""
+        found = self._tenants.get(session)
+        if found is None:
+            found = self._tenants[session] = Tenant(session)
+        return found
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
     def submit(self, run: Run, out: list[Instruction]) -> None:
         self.active += 1
-        credits = self.credits
-        for lane in run.lanes:
-            if lane.queue or len(lane.running) >= credits:
-                break
-        else:
+        self._arrivals += 1
+        run.arrival = self._arrivals
+        session, groups = run.session, run.groups
+        tenant = self.tenant(session)
+        goes = True
+        for lane, device in zip(run.lanes, run.devices, strict=True):
+            if lane.stale and not lane.running and not lane.queue:
+                regroup(self.policy, lane)
+            group = lane.groups.get(device)
+            if group is None:
+                group = lane.groups[device] = Group(lane, self.policy)
+            groups.append(group)
+            if group.waiting or session in lane.flows or not self._has_room(group, session):
+                goes = False
+        if goes:
+            run.expected_us = run.costs_us.copy()
+            for group, expected_us in zip(groups, run.expected_us, strict=True):
+                line = group.line
+                line.came(tenant)
+                line.went(tenant, line.rank(tenant, run.arrival, run.since), expected_us)
             self._dispatch(run, out)
             return
-        for lane in run.lanes:
-            lane._enqueue(run)
+        run.expected_us = [0.0] * len(groups)
+        for lane, group in zip(run.lanes, groups, strict=True):
+            lane.queue[run] = None
+            if session not in group.waiting:
+                group.line.came(tenant)
+            group.waiting[session] = group.waiting.get(session, 0) + 1
+            flow = lane.flows.get(session)
+            if flow is None:
+                flow = lane.flows[session] = Flow(tenant)
+                flow.entries.append(run)
+                self._offer(group, flow)
+            else:
+                flow.entries.append(run)
+        self._pump(groups.copy(), out)
 
     def send_behind(self, lane: Lane, session: int, message: Message, out: list[Instruction]) -> None:
         """Send to the lane's leader what must not overtake the session's queued runs (O-4)."""
-        if session in lane.queued:
-            lane._enqueue(_Held(session, message))
+        flow = lane.flows.get(session)
+        if flow is not None:
+            flow.entries.append(Held(session, message))
         else:
             out.append(Send(lane.leader, message))
 
     def cancel(self, run: Run, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         """Drop a queued run. One in flight is cancelled at the leaders, which say when it is over, and how."""
         if not run.open:
-            self._drop_queued({run}, error, now, out)
+            self._drop_queued([run], error, now, out)
         else:
             for lane in run.lanes:
                 if (run.session, run.number) in lane.running:
                     out.append(Send(lane.leader, CancelPart(run.session, run.number, error)))
 
     def fail_queued(self, runs: Iterable[Run], error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        self._drop_queued({run for run in runs if not run.open}, error, now, out)
+        self._drop_queued([run for run in runs if not run.open], error, now, out)
 
-    def _drop_queued(self, runs: set[Run], error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        lanes = dict.fromkeys(lane for run in sorted(runs, key=_order) for lane in run.lanes)
-        for lane in lanes:
-            lane._remove(runs)
-        for run in sorted(runs, key=_order):
+    def _drop_queued(self, runs: Iterable[Run], error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        runs = sorted(runs, key=lambda run: run.arrival)
+        groups: dict[Group, None] = {}
+        for run in runs:
+            self._withdraw(run, groups, out)
+        for run in runs:
             self.active -= 1
             self._fail(run, error, now, out)
-        self._pump(list(lanes), out)
+        self._pump(list(groups), out)
+
+    def _withdraw(self, run: Run, groups: dict[Group, None], out: list[Instruction]) -> None:
+        """Take a run out of all its lines, and its turns and claims back."""
+        for index, (lane, group) in enumerate(zip(run.lanes, run.groups, strict=True)):
+            groups[group] = None
+            flow = lane.flows[run.session]
+            if group in run.turns and group.line.took(flow.tenant, run.expected_us[index], 0.0):
+                self._offer_again(lane, group, flow)
+            if group.held is run:
+                group.held = None
+            if run in group.claims:
+                group.claims.remove(run)
+            del lane.queue[run]
+            _count_down(group.waiting, run.session)
+            if flow.entries[0] is run:
+                flow.entries.popleft()
+                self._advance(lane, flow, groups, out)
+            else:
+                flow.entries.remove(run)
 
     # -- out --------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, group: Group, session: int) -> bool:
+        count = group.count
+        return (
+            group.held is None
+            and count < self.credits - (1 if group.claims else 0)  # S-3
+            and (count < AT_LEAST or group.us < self.policy.window_us)
+            and (not group.parked or group.parked.get(session, 0) < self.credits)
+        )
+
+    def _offer(self, group: Group, flow: Flow) -> None:
+        self._stamps += 1
+        group.offer(flow, self._stamps)
+
+    def _offer_again(self, lane: Lane, group: Group, flow: Flow) -> None:
+        """The rank of what waits may have moved, or it may wait again."""
+        if flow.entries and lane.flows.get(flow.tenant.session) is flow:
+            run = flow.first
+            if group not in run.turns and run.groups[run.lanes.index(lane)] is group:
+                self._offer(group, flow)
+
+    def _pump(self, groups: list[Group], out: list[Instruction]) -> None:
+        """Let go what can, on these groups and wherever that leads."""
+        while groups:
+            group = groups.pop()
+            while group.claims:
+                run = group.claims[0]
+                if not all(other.claims[0] is run and other.count < self.credits for other in run.groups):
+                    break
+                for other in run.groups:
+                    other.claims.popleft()
+                self._go(run, group, groups, out)
+            while group.offers:
+                rank, _, stamp, flow = group.offers[0]
+                if flow.stamp != stamp:
+                    group.next_offer()
+                    continue
+                session = flow.tenant.session
+                if not self._has_room(group, session):
+                    if group.parked.get(session, 0) < self.credits:
+                        break
+                    group.next_offer()  # it has too much that waits for inputs; the others go on
+                    flow.stamp = 0
+                    continue
+                group.next_offer()
+                flow.stamp = 0
+                self._turn(flow, group, rank, groups, out)
+
+    def _turn(self, flow: Flow, group: Group, rank: float, groups: list[Group], out: list[Instruction]) -> None:
+        """The turn of the flow's first run has come on one of its groups."""
+        run = flow.first
+        index = run.groups.index(group)
+        expected_us = run.expected_us[index] = run.costs_us[index]
+        group.line.went(flow.tenant, rank, expected_us)
+        run.turns.add(group)
+        if len(run.groups) == 1:
+            self._go(run, group, groups, out)
+        elif len(run.turns) < len(run.groups):
+            if self.policy.strict:
+                group.held = run
+        else:
+            self._claims += 1
+            run.claimed = self._claims
+            for other in run.groups:
+                if other.held is run:
+                    other.held = None
+                other.claims.append(run)
+            groups += run.groups
+
+    def _go(self, run: Run, group: Group, groups: list[Group], out: list[Instruction]) -> None:
+        """The run leaves its queues for its islands."""
+        self._dispatch(run, out)
+        found: dict[Group, None] = {}
+        session = run.session
+        for lane, other in zip(run.lanes, run.groups, strict=True):
+            del lane.queue[run]
+            _count_down(other.waiting, session)
+            flow = lane.flows[session]
+            flow.entries.popleft()
+            self._advance(lane, flow, found, out)
+            if other is not group:
+                found[other] = None
+        groups += found
+
+    def _advance(self, lane: Lane, flow: Flow, groups: dict[Group, None], out: list[Instruction]) -> None:
+        """The flow's first run is gone: send what stood behind it, and let the next run wait for its turn."""
+        entries = flow.entries
+        flow.stamp = 0
+        while entries:
+            entry = entries[0]
+            if isinstance(entry, Run):
+                group = entry.groups[entry.lanes.index(lane)]
+                self._offer(group, flow)
+                groups[group] = None
+                return
+            entries.popleft()
+            if lane.error is None:
+                out.append(Send(lane.leader, entry.message))
+        del lane.flows[flow.tenant.session]
 
     def _dispatch(self, run: Run, out: list[Instruction]) -> None:
         session, number, plan, first = run.session, run.number, run.plan, run.first_result
         key = (session, number)
         run.open = len(run.lanes)
-        for lane, arguments in zip(run.lanes, run.arguments, strict=True):
-            lane.running[key] = run
-            out.append(Send(lane.leader, StartPart(session, number, plan, first, arguments)))
-
-    def _pump(self, lanes: list[Lane], out: list[Instruction]) -> None:
-        credits = self.credits
-        while lanes:
-            lane = lanes.pop()
-            while lane.queue:
-                head = lane.queue[0]
-                if isinstance(head, _Held):
-                    lane.queue.popleft()
-                    lane._dequeued(head.session)
-                    out.append(Send(lane.leader, head.message))
-                    continue
-                if not all(other.queue[0] is head and len(other.running) < credits for other in head.lanes):
-                    break
-                for other in head.lanes:
-                    other.queue.popleft()
-                    other._dequeued(head.session)
-                    if other is not lane:
-                        lanes.append(other)
-                self._dispatch(head, out)
+        for index, lane in enumerate(run.lanes):
+            group, expected_us = run.groups[index], run.expected_us[index]
+            group.count += 1
+            group.us += expected_us
+            lane.running[key] = Part(run, index, group, expected_us)
+            out.append(Send(lane.leader, StartPart(session, number, plan, first, run.arguments[index])))
 
     # -- back -------------------------------------------------------------------------------------------------------
 
-    def parts_finished(self, lane: Lane, parts: Iterable[tuple[int, int]], out: list[Instruction]) -> list[Run]:
-        """The runs that are over and did not fail."""
+    def parts_finished(
+        self, lane: Lane, parts: Sequence[tuple[int, int]], out: list[Instruction], part_us: Sequence[int] = ()
+    ) -> list[Run]:
+        """The runs that are over and did not fail. `part_us`: how long each part held its devices, if that is known."""
         finished = []
-        running = lane.running
-        for part in parts:
-            run = running.pop(part, None)
-            if run is not None:
-                run.open -= 1
-                if not run.open:
-                    self.active -= 1
-                    if run.error is None:
-                        finished.append(run)
-        if lane.queue:
-            self._pump([lane], out)
+        groups: dict[Group, None] = {}
+        for position, key in enumerate(parts):
+            part = lane.running.pop(key, None)
+            if part is None:
+                continue
+            groups[part.group] = None
+            self._part_ended(lane, part, part_us[position] if part_us else None)
+            run = part.run
+            run.open -= 1
+            if not run.open:
+                self.active -= 1
+                if run.error is None:
+                    finished.append(run)
+        self._pump(list(groups), out)
         return finished
 
     def part_failed(
-        self, lane: Lane, part: tuple[int, int], error: ErrorInfo, now: float, out: list[Instruction]
+        self, lane: Lane, key: tuple[int, int], error: ErrorInfo, now: float, out: list[Instruction]
     ) -> None:
-        run = lane.running.pop(part, None)
-        if run is not None:
-            self._part_over(run, error, now, out)
-            self._pump([lane], out)
+        part = lane.running.pop(key, None)
+        if part is not None:
+            self._part_ended(lane, part, None)
+            self._part_over(part.run, error, now, out)
+            self._pump([part.group], out)
+
+    def parts_late(self, lane: Lane, parts: Iterable[tuple[int, int]], out: list[Instruction]) -> None:
+        """Inputs of these parts are not there: they leave their place to others meanwhile (O-7)."""
+        groups: dict[Group, None] = {}
+        for key in parts:
+            part = lane.running.get(key)
+            if part is not None and not part.parked:
+                part.parked = True
+                group = part.group
+                group.count -= 1
+                group.us -= part.expected_us
+                group.parked[key[0]] = group.parked.get(key[0], 0) + 1
+                groups[group] = None
+        self._pump(list(groups), out)
+
+    def _part_ended(self, lane: Lane, part: Part, measured_us: float | None) -> None:
+        group, run = part.group, part.run
+        session = run.session
+        again = part.parked
+        if part.parked:
+            _count_down(group.parked, session)
+        else:
+            group.count -= 1
+            group.us = group.us - part.expected_us if group.count else 0.0
+        if measured_us is not None:
+            costs_us, index = run.costs_us, part.index
+            known_us = costs_us[index]
+            costs_us[index] = measured_us if known_us == UNKNOWN_US else known_us + LEARNING * (measured_us - known_us)
+            lane.busy_us[session] = lane.busy_us.get(session, 0.0) + measured_us
+            again = group.line.took(self.tenant(session), part.expected_us, measured_us) or again
+        if again and lane.flows:
+            flow = lane.flows.get(session)
+            if flow is not None:
+                self._offer_again(lane, group, flow)
 
     def _part_over(self, run: Run, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         run.open -= 1
@@ -241,70 +351,82 @@ class LaneScheduler:
         """All runs that touch the lane fail. Their parts elsewhere are still awaited, as their edges are poisoned."""
         lane.error = error
         running, lane.running = list(lane.running.values()), {}
-        queued = {entry for entry in lane.queue if isinstance(entry, Run)}
-        for run in running:
-            self._part_over(run, error, now, out)
-        self._drop_queued(queued, error, now, out)
-        lane.queue.clear()
-        lane.queued.clear()
+        for part in running:
+            self._part_over(part.run, error, now, out)
+        self._drop_queued(list(lane.queue), error, now, out)
+        lane.flows.clear()
 
     def session_closed(self, session: int, lanes: Iterable[Lane], out: list[Instruction]) -> None:
         """The session's queued runs go, and so do its credits: leaders forget its parts before any new one comes."""
-        lanes = list(lanes)
-        gone: set[Run] = set()
+        gone: dict[Run, None] = {}
+        groups: dict[Group, None] = {}
         for lane in lanes:
-            for part in [part for part in lane.running if part[0] == session]:
-                gone.add(lane.running.pop(part))
-            gone.update(entry for entry in lane.queue if isinstance(entry, Run) and entry.session == session)
-            lane.queue = deque(entry for entry in lane.queue if entry.session != session)
-            lane.queued.pop(session, None)
+            flow = lane.flows.get(session)
+            if flow is not None:
+                flow.entries = type(flow.entries)(entry for entry in flow.entries if isinstance(entry, Run))
+            for key in [key for key in lane.running if key[0] == session]:
+                part = lane.running.pop(key)
+                self._part_ended(lane, part, None)
+                gone[part.run] = None
+                groups[part.group] = None
+            lane.busy_us.pop(session, None)
+            queued = [run for run in lane.queue if run.session == session]
+            for run in queued:
+                self._withdraw(run, groups, out)
+                gone[run] = None
+            for group in lane.distinct_groups():
+                group.line.left(session)
         self.active -= len(gone)
-        self._pump(lanes, out)
+        self._tenants.pop(session, None)
+        self._pump(list(groups), out)
+
+    # -- groups -----------------------------------------------------------------------------------------------------
+
+    def plan_registered(self, lane: Lane, key: tuple[int, int], devices: frozenset[int]) -> None:
+        """The plan's part on the lane reaches these devices, so they are one group from now on."""
+        lane.reaches[key] = devices
+        join(self.policy, lane, devices, self._offer)
+
+    def pump_lane(self, lane: Lane, out: list[Instruction]) -> None:
+        """Look at everything that waits on the lane again."""
+        self._pump(list(lane.distinct_groups()), out)
 
     # -- waits (O-8) ------------------------------------------------------------------------------------------------
 
     def reason(self, run: Run) -> tuple[str, str]:
         """Why a run is not over yet, and on which islands that is."""
+        key = (run.session, run.number)
         if run.open:
-            on = [lane.island for lane in run.lanes if (run.session, run.number) in lane.running]
-            return f"{len(on)} of its {len(run.lanes)} parts are in flight", ", ".join(on)
-        for lane in run.lanes:
-            position = list(lane.queue).index(run)
+            on = [lane.island for lane in run.lanes if key in lane.running]
+            late = sum(lane.running[key].parked for lane in run.lanes if key in lane.running)
+            inputs = f", {late} of them without all inputs" if late else ""
+            return f"{len(on)} of its {len(run.lanes)} parts are in flight{inputs}", ", ".join(on)
+        for lane, group in zip(run.lanes, run.groups, strict=True):
+            if group in run.turns:
+                continue
+            waiting = lane.queue if self.policy.strict else lane.flows[run.session].entries
+            position = sum(entry.arrival < run.arrival for entry in waiting if isinstance(entry, Run))
             if position:
-                return f"{position} before it in the queue of island {lane.island}", lane.island
-        full = [lane.island for lane in run.lanes if len(lane.running) >= self.credits]
-        return f"all {self.credits} credits of island {', '.join(full)} are in use", ", ".join(full)
+                whose = "" if self.policy.strict else "of its session "
+                return f"{position} {whose}before it in the queue of island {lane.island}", lane.island
+        full = [group for group in run.groups if group.count >= self.credits]
+        if full:
+            names = ", ".join(group.lane.island for group in full)
+            return f"all {self.credits} credits of island {names} are in use", names
+        waits = [group for group in run.groups if group not in run.turns] or run.groups
+        names = ", ".join(group.lane.island for group in waits)
+        others = max(len(group.waiting) for group in waits) - 1
+        in_flight_ms = max(group.us for group in waits) / 1000
+        return (
+            f"its turn on island {names}: {in_flight_ms:.1f} ms of work are in flight, {others} other sessions wait "
+            f"({self.policy.name})",
+            names,
+        )
 
 
-def validate(scheduler: LaneScheduler, lanes: Iterable[Lane]) -> None:
-    """Assert what must hold between events. For tests."""
-    lanes = list(lanes)
-    runs: dict[Run, None] = {}
-    for lane in lanes:
-        assert len(lane.running) <= scheduler.credits, "O-7"
-        counted: dict[int, int] = {}
-        for entry in lane.queue:
-            counted[entry.session] = counted.get(entry.session, 0) + 1
-        assert counted == lane.queued
-        assert not lane.queue or isinstance(lane.queue[0], Run)
-        for key, run in lane.running.items():
-            assert key == (run.session, run.number)
-            assert run.open
-            runs[run] = None
-        for entry in lane.queue:
-            if isinstance(entry, Run):
-                assert not entry.open
-                assert all(entry in other.queue for other in entry.lanes), "S-1"
-                runs[entry] = None
-        if lane.queue:
-            head = lane.queue[0]
-            assert isinstance(head, Run)
-            can_go = all(other.queue[0] is head and len(other.running) < scheduler.credits for other in head.lanes)
-            assert not can_go, "a run waits for nothing"
-    for run in runs:
-        assert not run.open or run.open == sum((run.session, run.number) in lane.running for lane in run.lanes), "S-2"
-    assert scheduler.active == len(runs)
-
-
-def _order(run: Run) -> tuple[float, int, int]:
-    return run.since, run.session, run.number
+def _count_down(counts: dict[int, int], key: int) -> None:
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
+        del counts[key]
