@@ -21,7 +21,8 @@ from msgspec import Raw
 from pathway.dataflow.layout import Layout
 from pathway.dataflow.plan import Edge, Execute, Gang, Part, Send
 from pathway.transport import messages as m
-from pathway.transport.bulk import CHUNK_BYTES, BulkReceiver, BulkSender, as_bytes
+from pathway.transport.bulk import CHUNK_BYTES, as_bytes
+from pathway.transport.bulklink import BULK, BulkLink
 from pathway.transport.sockets import Dealer, Delivery, PeerGone, Router, hello
 from pathway.version import PROTOCOL_VERSION, __version__
 from tests.executor_tools import in_trio, layout, lowered, wide  # noqa: F401
@@ -118,9 +119,8 @@ class Client:
 
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
-        self.receiver = BulkReceiver()
         token = trio.lowlevel.current_trio_token()
-        self.sender = BulkSender(dealer.post, dealer.send_with_blob, token.run_sync_soon)
+        self.bulk = BulkLink(dealer.post, dealer.send_with_blob, token.run_sync_soon)
         self.shards: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
         self.others: list[Any] = []
         self.requests = 0
@@ -138,16 +138,17 @@ class Client:
                     for position, message in enumerate(item.messages):
                         last = position == len(item.messages) - 1
                         self._take(message, item.blobs[0] if last and item.blobs else None)
+                self.dealer.flush()
         return found
 
     def _take(self, message: Any, blob: Any) -> None:
         if isinstance(message, m.FetchedShard):
             shards = self.shards.setdefault(message.request, {})
-            self.receiver.header(
+            self.bulk.receiver.header(
                 message.transfer, message.nbytes, blob, lambda data: shards.update({message.device: data.copy()})
             )
-        elif isinstance(message, m.Chunk):
-            self.receiver.chunk(message, blob)
+        elif type(message) in BULK:
+            self.bulk.received(message, blob)
         else:
             self.others.append(message)
 
@@ -175,7 +176,7 @@ class Client:
 
     def put(self, transfer: int, buffer: int, region: Any, data: np.ndarray[Any, Any]) -> None:
         flat = as_bytes(data)
-        self.sender.send(m.PutShard(transfer, SESSION, buffer, region, len(flat)), transfer, flat)
+        self.bulk.sender.send(m.PutShard(transfer, SESSION, buffer, region, len(flat)), transfer, flat)
         self.dealer.flush()
 
 

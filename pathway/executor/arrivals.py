@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pathway.dataflow.layout import Layout, Region, numpy_dtype
-from pathway.errors import ErrorInfo, TransferError
+from pathway.errors import ErrorInfo, TransferError, to_exception
 from pathway.executor.backend import Backend, HostArray, dense, describe_failure
 from pathway.executor.bind import BoundArrival
 from pathway.executor.runs import Run
@@ -159,9 +159,10 @@ def _assemble(bound: BoundArrival, pieces: dict[PieceName, HostArray]) -> dict[i
 class _Put:
     """A buffer that a client puts, until it is complete. `layout` is None until the put is announced."""
 
-    __slots__ = ("cell", "layout", "regions")
+    __slots__ = ("cell", "error", "layout", "regions")
 
     def __init__(self) -> None:
+        self.error: ErrorInfo | None = None
         self.layout: Layout | None = None
         self.cell: Cell | None = None
         self.regions: dict[Region, HostBytes] = {}
@@ -196,14 +197,25 @@ class PutArrivals:
 
     def bytes_came(self, session: int, buffer: int, region: Region, data: HostBytes) -> None:
         """A region has come from the client."""
+        put = self._under_way(session, buffer)
+        if put is not None:
+            put.regions[region] = data
+            self._finish_if_complete(session, buffer, put)
+
+    def failed(self, session: int, buffer: int, error: ErrorInfo) -> None:
+        """A region has come, and is not what the client sent."""
+        put = self._under_way(session, buffer)
+        if put is not None:
+            put.error = error
+            self._finish_if_complete(session, buffer, put)
+
+    def _under_way(self, session: int, buffer: int) -> _Put | None:
         if self._store.is_closed(session):
-            return
+            return None
         cell = self._store.find(session, buffer)
         if cell is not None and cell.value is not None:
-            return
-        put = self._puts.setdefault(session, {}).setdefault(buffer, _Put())
-        put.regions[region] = data
-        self._finish_if_complete(session, buffer, put)
+            return None
+        return self._puts.setdefault(session, {}).setdefault(buffer, _Put())
 
     def _finish_if_complete(self, session: int, buffer: int, put: _Put) -> None:
         layout, cell = put.layout, put.cell
@@ -213,12 +225,14 @@ class PutArrivals:
         wanted = {device: layout.region(p) for p, device in enumerate(layout.devices) if device in local}
         empty = {region for region in wanted.values() if any(start == stop for start, stop in region)}
         strange = put.regions.keys() - set(wanted.values())
-        if not strange and not put.regions.keys() >= set(wanted.values()) - empty:
+        if not (strange or put.error or put.regions.keys() >= set(wanted.values()) - empty):
             return
         self._drop(session, buffer)
         dtype = numpy_dtype(layout.aval.dtype)
 
         def array() -> Any:
+            if put.error is not None:
+                raise to_exception(put.error)
             if strange:
                 raise TransferError(f"no device of this host holds {next(iter(strange))} of {layout}")
             return self._backend.array(

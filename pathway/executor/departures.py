@@ -7,8 +7,10 @@ no negotiation, since both sides work out the same pieces. Between devices of th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from pathway.dataflow.layout import Region
 from pathway.errors import DeletedError, ErrorInfo
@@ -21,6 +23,7 @@ from pathway.executor.runs import Run
 from pathway.executor.store import ABSENT, Cell, Poison, Store
 from pathway.transport import messages as m
 from pathway.transport.bulk import BulkSender, HostBytes, as_bytes
+from pathway.transport.shm import Loan
 
 
 class EdgeDepartures:
@@ -43,12 +46,17 @@ class EdgeDepartures:
 
     def prepare(self, run: Run, send: BoundSend, value: Any) -> Callable[[], None]:
         """Wait for the value; return what sends it. Any thread."""
+        data: list[Any] = []
         try:
             views = {piece.source: self._backend.view(value, send.source, piece.source) for piece in send.pieces}
-            parts = [(piece, views[piece.source][piece.within]) for piece in send.pieces]
-            data = [part if self._is_here(send, piece) else as_bytes(xla.dense(part)) for piece, part in parts]
+            for piece in send.pieces:
+                part = views[piece.source][piece.within]
+                if not self._is_here(send, piece):
+                    part = packed(part, self._links.lend(send.target_island, piece.target_host, part.nbytes))
+                data.append(part)
         except Exception as caught:
             error = xla.describe_failure(caught)
+            withdraw(data)
             return lambda: self.fail(run, send, error)
 
         def post() -> None:
@@ -80,6 +88,21 @@ class EdgeDepartures:
                 self._links.post(send.target_island, target, message)
 
 
+def packed(part: xla.HostArray, loan: Loan | None) -> HostBytes | Loan:
+    """The elements next to one another: in the memory that is lent, or where they are if they are so already."""
+    if loan is None:
+        return as_bytes(xla.dense(part))
+    np.copyto(loan.memory.view(part.dtype).reshape(part.shape), part)
+    return loan
+
+
+def withdraw(data: Iterable[Any]) -> None:
+    """What was packed is not sent after all."""
+    for packed_data in data:
+        if isinstance(packed_data, Loan):
+            packed_data.withdraw()
+
+
 class Fetches:
     """Answers clients that ask for shards."""
 
@@ -107,25 +130,30 @@ class Fetches:
             return
 
         def collect() -> Callable[[], None]:
+            shards: list[tuple[int, Region, HostBytes | Loan]] = []
             try:
-                shards = []
                 for device in request.devices:
                     region = layout.region(layout.devices.index(device))
-                    shards.append((device, region, as_bytes(self._backend.view(value, layout, device))))
+                    view = self._backend.view(value, layout, device)
+                    shards.append((device, region, packed(view, sender.lend(view.nbytes))))
             except Exception as caught:
                 error = xla.describe_failure(caught)
+                withdraw(data for _, _, data in shards)
                 return lambda: post(m.FetchFailed(request.request, error))
             return lambda: self._reply(request, shards, sender)
 
-        if value.is_deleted() or (self._backend.has_host_memory and xla.is_ready([value])):
+        if value.is_deleted() or (cell.nbytes <= m.CHUNK_BYTES and self._is_there(value)):
             collect()()
         else:  # on a lane of its own: not behind what was launched later
             self._lanes.submit(-1 - min(request.devices, default=0), collect)
 
-    def _reply(self, request: m.Fetch, shards: list[tuple[int, Region, HostBytes]], sender: BulkSender) -> None:
+    def _is_there(self, value: Any) -> bool:
+        return self._backend.has_host_memory and xla.is_ready([value])
+
+    def _reply(self, request: m.Fetch, shards: list[tuple[int, Region, HostBytes | Loan]], sender: BulkSender) -> None:
         for device, region, data in shards:
             transfer = next(self._transfers)
-            header = m.FetchedShard(transfer, request.request, device, region, len(data))
+            header = m.FetchedShard(transfer, request.request, device, region, data.nbytes)
             sender.send(header, transfer, data)
 
 

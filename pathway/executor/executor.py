@@ -41,6 +41,8 @@ from pathway.executor.trace import Tracing
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
 from pathway.transport.bulk import BulkSender, HostBytes
+from pathway.transport.bulklink import TransferMemory
+from pathway.transport.checksum import mismatch
 from pathway.transport.security import Identity
 from pathway.transport.sockets import Dealer, PeerGone, hello
 
@@ -63,6 +65,7 @@ class Settings:
     platform: str
     peer_host: str
     identity: Identity | None = None
+    shared_memory: bool = True
 
 
 class Executor:
@@ -90,8 +93,12 @@ class Executor:
         self._lanes = Lanes(self._outbox)
         self._store = Store()
         self._compiler = Compiler(backend, self._outbox)
-        self._peers = PeerSocket(self, host, settings.peer_host, gate, self._outbox.put)
-        self._links = PeerLinks(nursery, self._peers.own_hello, self._outbox.put, settings.identity)
+        self._memory = TransferMemory(share=settings.shared_memory)
+        self._damaged_transfers = 0
+        self._peers = PeerSocket(self, host, settings.peer_host, gate, self._outbox.put, self._memory)
+        self._links = PeerLinks(
+            nursery, self._peers.own_hello, self._outbox.put, self._memory, settings.identity
+        )  # fmt: skip
         self._edges = EdgeArrivals(backend, self._edge_arrived, self._store.is_closed)
         self._puts = PutArrivals(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
         departures = EdgeDepartures(host, backend, self._links, self._edges)
@@ -155,6 +162,7 @@ class Executor:
                 dealer.close(linger_s=0.2)
         self._peers.close()
         self._links.close()
+        self._memory.close()
 
     async def _serve_scheduler(self, dealer: Dealer) -> None:
         while True:
@@ -181,11 +189,13 @@ class Executor:
             if self._host.index == 0:
                 self._scheduler.post(self._report())
             self._scheduler.flush()
+            self._memory.trim()
             await trio.sleep(heartbeat_s)
 
     def _report(self) -> m.ExecutorReport:
         waits = tuple(self._core.waits(time.monotonic()))
-        return m.ExecutorReport(tuple(self._store.usage()), waits, self._launcher.busy_us())
+        usage = tuple(self._store.usage())
+        return m.ExecutorReport(usage, waits, self._launcher.busy_us(), self._damaged_transfers)
 
     # -- events and instructions -------------------------------------------------------------------------------------
 
@@ -320,6 +330,8 @@ class Executor:
         self._store.close(session)
         self._puts.close(session)
         self._edges.close(session)
+        self._links.drop_session(session)
+        self._peers.drop_session(session)
         self._tracing.close(session)
         for key in [key for key in self._plans if key[0] == session]:
             del self._plans[key]
@@ -370,11 +382,27 @@ class Executor:
         name = (message.device, message.region)
         self._edges.bytes_came(message.session, message.run, message.edge, name, data)
 
+    def edge_piece_damaged(self, message: m.EdgeShard, sender: str, given: int, found: int) -> None:
+        what = f"a piece of edge {message.edge} of run {message.run} of session {message.session}"
+        error = self._damage(what, sender, message.nbytes, given, found)
+        self._edges.failed(message.session, message.run, message.edge, error)
+
+    def _damage(self, what: str, sender: str, nbytes: int, given: int, found: int) -> ErrorInfo:
+        self._damaged_transfers += 1
+        error = mismatch(what, sender, self._host.name, nbytes, given, found)
+        log.error("%s (the %d. of this process)", error.message, self._damaged_transfers)
+        return error
+
     def edge_failed(self, message: m.EdgeFailed) -> None:
         self._edges.failed(message.session, message.run, message.edge, message.error)
 
     def put_region_came(self, message: m.PutShard, data: HostBytes) -> None:
         self._puts.bytes_came(message.session, message.buffer, message.region, data)
+
+    def put_region_damaged(self, message: m.PutShard, sender: str, given: int, found: int) -> None:
+        what = f"a region of buffer {message.buffer} of session {message.session}"
+        error = self._damage(what, sender, message.nbytes, given, found)
+        self._puts.failed(message.session, message.buffer, error)
 
     def follower_reported(self, host: int, message: m.Message) -> None:
         self.handle(g.HostReported(host, message))

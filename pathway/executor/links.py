@@ -15,8 +15,11 @@ import trio
 
 from pathway.errors import ConnectError, PathwayError
 from pathway.transport import messages as m
-from pathway.transport.bulk import BulkSender, HostBytes, InOwnThread
+from pathway.transport.bulk import HostBytes, InOwnThread
+from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
+from pathway.transport.endpoints import address_of
 from pathway.transport.security import Identity
+from pathway.transport.shm import Loan
 from pathway.transport.sockets import Dealer, PeerGone
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ class OpenLink:
     """A link that is open."""
 
     dealer: Dealer
-    bulk: BulkSender
+    bulk: BulkLink
 
 
 @dataclass
@@ -49,11 +52,13 @@ class PeerLinks:
         nursery: trio.Nursery,
         hello: Callable[[], m.Hello],
         in_own_thread: InOwnThread,
+        memory: TransferMemory,
         identity: Identity | None = None,
     ) -> None:
         self._nursery = nursery
         self._hello = hello
         self._in_own_thread = in_own_thread
+        self._memory = memory
         self._identity = identity
         self._islands: dict[str, m.IslandEntry] = {}
         self._peers: dict[str, _Peer] = {}
@@ -82,9 +87,22 @@ class PeerLinks:
         """Post `message`; it leaves with the next `flush`."""
         self._do(island, host, lambda link: link.dealer.post(message))
 
-    def send_bulk(self, island: str, host: int, header: m.Message, transfer: int, data: HostBytes) -> None:
+    def lend(self, island: str, host: int, nbytes: int) -> Loan | None:
+        """Memory that is shared with that host, to put the data of a transfer in; None where there is none. Any
+        thread."""
+        peer = self._peers.get(self.address(island, host) or "")
+        link = peer.open if peer is not None else None
+        return link.bulk.sender.lend(nbytes) if link is not None else None
+
+    def send_bulk(self, island: str, host: int, header: m.Message, transfer: int, data: HostBytes | Loan) -> None:
         """Send a transfer."""
-        self._do(island, host, lambda link: link.bulk.send(header, transfer, data))
+        self._do(island, host, lambda link: link.bulk.sender.send(header, transfer, data))
+
+    def drop_session(self, session: int) -> None:
+        """What is under way for a session goes nowhere."""
+        for peer in self._peers.values():
+            if peer.open is not None:
+                peer.open.bulk.drop_session(session)
 
     def flush(self) -> None:
         for peer in self._peers.values():
@@ -112,22 +130,31 @@ class PeerLinks:
             action(peer.open)
 
     async def _serve(self, peer: _Peer) -> None:
+        introduction = self._hello()
         try:
             dealer = await Dealer.connect(
-                peer.address, self._hello(), identity=self._identity, timeout_s=CONNECT_TIMEOUT_S
+                peer.address, introduction, identity=self._identity, timeout_s=CONNECT_TIMEOUT_S
             )
         except ConnectError as error:
             log.warning("no link to the executor at %s: %s", peer.address, error)
             self._forget(peer)
             return
-        bulk = BulkSender(dealer.post, dealer.send_with_blob, self._in_own_thread)
+        bulk = BulkLink(
+            dealer.post,
+            dealer.send_with_blob,
+            self._in_own_thread,
+            self._memory,
+            dealer_end(introduction),
+            router_end(address_of(peer.address)),
+        )
         try:
+            bulk.offer_sharing()
             peer.open = link = OpenLink(dealer, bulk)
             for action in peer.backlog:
                 action(link)
             peer.backlog.clear()
             dealer.flush()
-            await self._until_gone(peer, dealer)
+            await self._until_gone(peer, link)
         except (PathwayError, trio.ClosedResourceError) as error:
             log.info("the link to the executor at %s is over: %s", peer.address, error)
         finally:
@@ -135,15 +162,18 @@ class PeerLinks:
             dealer.close(linger_s=0)
             self._forget(peer)
 
-    async def _until_gone(self, peer: _Peer, dealer: Dealer) -> None:
+    async def _until_gone(self, peer: _Peer, link: OpenLink) -> None:
         while True:
-            for item in await dealer.receive_batch():
+            for item in await link.dealer.receive_batch():
                 if isinstance(item, PeerGone):
                     log.info("the executor at %s is gone: %s", peer.address, item.reason)
                     return
                 for message in item.messages:
                     if isinstance(message, m.Refused):
                         log.error("the executor at %s refuses this one: %s", peer.address, message.reason)
+                    elif type(message) in BULK:
+                        link.bulk.received(message, None)  # it sends no bulk, and so no blobs
+            link.dealer.flush()
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.get(peer.address) is peer:

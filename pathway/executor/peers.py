@@ -17,7 +17,8 @@ from pathway.errors import PermissionDeniedError, ProtocolError
 from pathway.executor.bind import Host
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
-from pathway.transport.bulk import BulkReceiver, BulkSender, HostBytes, InOwnThread
+from pathway.transport.bulk import BulkSender, HostBytes, InOwnThread
+from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
 from pathway.transport.handshake import hello
 from pathway.transport.keys import Entry, PublicKey, parse_allow_list
 from pathway.transport.permissions import Check, PeerPermit, admit_to_executor, executor_token
@@ -33,9 +34,13 @@ class Owner(Protocol):
 
     def edge_piece_came(self, message: m.EdgeShard, data: HostBytes) -> None: ...
 
+    def edge_piece_damaged(self, message: m.EdgeShard, sender: str, given: int, found: int) -> None: ...
+
     def edge_failed(self, message: m.EdgeFailed) -> None: ...
 
     def put_region_came(self, message: m.PutShard, data: HostBytes) -> None: ...
+
+    def put_region_damaged(self, message: m.PutShard, sender: str, given: int, found: int) -> None: ...
 
     def fetch(self, message: m.Fetch, post: Post, sender: BulkSender) -> None: ...
 
@@ -49,21 +54,30 @@ class Owner(Protocol):
 class _Peer:
     """One connection."""
 
-    __slots__ = ("host", "post", "receiver", "sender", "session")
+    __slots__ = ("bulk", "host", "name", "post", "session")
 
-    def __init__(self, session: int, post: Post, sender: BulkSender) -> None:
-        self.session = session  # of a client; 0 for an executor
+    def __init__(self, introduction: m.Hello, post: Post, bulk: BulkLink) -> None:
+        self.session = introduction.session  # of a client; 0 for an executor
+        self.name = introduction.name
         self.host = -1  # of a follower
         self.post = post
-        self.receiver = BulkReceiver()
-        self.sender = sender
+        self.bulk = bulk
 
 
 class PeerSocket:
     """The router, its peers, and the leader's way to its followers."""
 
-    def __init__(self, owner: Owner, host: Host, interface: str, gate: Gate | None, in_own_thread: InOwnThread) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        host: Host,
+        interface: str,
+        gate: Gate | None,
+        in_own_thread: InOwnThread,
+        memory: TransferMemory,
+    ) -> None:
         self._owner = owner
+        self._memory = memory
         self._host = host
         self._gate = gate
         self._in_own_thread = in_own_thread
@@ -120,19 +134,27 @@ class PeerSocket:
         if peer is None:
             if isinstance(message, m.Hello):
                 post = partial(self._post, name)
-                sender = BulkSender(post, partial(self._send_with_blob, name), self._in_own_thread)
-                self._peers[name] = _Peer(message.session, post, sender)
+                bulk = BulkLink(
+                    post,
+                    partial(self._send_with_blob, name),
+                    self._in_own_thread,
+                    self._memory,
+                    router_end(self.address),
+                    dealer_end(message),
+                )
+                self._peers[name] = _Peer(message, post, bulk)
             return
         owner = self._owner
+        if type(message) in BULK:
+            peer.bulk.received(message, blob)
+            return
         match message:
             case m.Fetch():
-                owner.fetch(message, peer.post, peer.sender)
-            case m.Chunk():
-                peer.receiver.chunk(message, blob)
+                owner.fetch(message, peer.post, peer.bulk.sender)
             case m.EdgeShard():
-                peer.receiver.header(message.transfer, message.nbytes, blob, partial(owner.edge_piece_came, message))
+                self._header(peer, message, blob, owner.edge_piece_came, owner.edge_piece_damaged)
             case m.PutShard():
-                peer.receiver.header(message.transfer, message.nbytes, blob, partial(owner.put_region_came, message))
+                self._header(peer, message, blob, owner.put_region_came, owner.put_region_damaged)
             case m.EdgeFailed():
                 owner.edge_failed(message)
             case m.EdgeArrived() | m.BufferArrived() | m.PartBound() | m.GangsDone() | m.GangFailed():
@@ -148,6 +170,18 @@ class PeerSocket:
             case _:
                 pass
 
+    @staticmethod
+    def _header(peer: _Peer, message: Any, blob: Any, came: Callable[..., None], damaged: Callable[..., None]) -> None:
+        peer.bulk.receiver.header(
+            message.transfer,
+            message.nbytes,
+            blob,
+            partial(came, message),
+            checksum_given=message.checksum,
+            damaged=partial(damaged, message, peer.name),
+            session=message.session,
+        )
+
     def _follower(self, name: Peer, peer: _Peer, message: m.FollowerHello) -> None:
         if message.incarnation != self._host.incarnation or message.host_index not in self._backlogs:
             raise ProtocolError(f"{message} does not fit host {self._host}")
@@ -161,7 +195,7 @@ class PeerSocket:
     def _gone(self, gone: PeerGone) -> None:
         peer = self._peers.pop(gone.peer, None)
         if peer is not None:
-            peer.sender.close()
+            peer.bulk.close()
             if self._followers.get(peer.host) == gone.peer:
                 log.warning("follower %d of island %s is gone: %s", peer.host, self._host.island, gone.reason)
                 del self._followers[peer.host]
@@ -184,6 +218,11 @@ class PeerSocket:
     def _send_with_blob(self, name: Peer, message: m.Message, blob: Any) -> None:
         if name in self._peers:
             self._router.send_with_blob(name, message, blob)
+
+    def drop_session(self, session: int) -> None:
+        """What is under way for a session goes nowhere."""
+        for peer in self._peers.values():
+            peer.bulk.drop_session(session)
 
     def flush(self) -> None:
         self._router.flush()

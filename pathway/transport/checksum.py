@@ -15,8 +15,8 @@ from pathway.errors import ErrorInfo, TransferError
 
 
 def checksum(data: Any) -> int:
-    """The checksum of all of `data`, a buffer."""
-    return xxhash.xxh3_64_intdigest(data)
+    """The checksum of all of `data`, a buffer. Never 0, which stands for none."""
+    return xxhash.xxh3_64_intdigest(data) or 1
 
 
 class RunningChecksum:
@@ -33,7 +33,7 @@ class RunningChecksum:
 
     def value(self) -> int:
         """The checksum of all pieces so far."""
-        return self._state.intdigest()
+        return self._state.intdigest() or 1
 
 
 def mismatch(what: str, sender: str, receiver: str, nbytes: int, expected: int, found: int) -> ErrorInfo:

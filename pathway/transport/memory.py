@@ -24,6 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,7 @@ class Pool:
         self._arenas: list[Arena] = []
         self._warm: dict[Block, None] = {}  # oldest first
         self._warm_by_size: dict[int, list[Block]] = {}
+        self._given_back: deque[Block] = deque()
         self._peaks = (0, 0)  # of the bytes in use, in this period and the one before
         self._period_ends = clock() + keep_s
         self.used_bytes = 0
@@ -152,6 +154,7 @@ class Pool:
         """A block of at least `nbytes`, whose content is whatever it was; warm if one of that size is. None: W-3."""
         size = rounded(nbytes)
         with self._lock:
+            self._sort_in()
             if self.used_bytes + size > self._limit_bytes:
                 return None
             same = self._warm_by_size.get(size)
@@ -173,18 +176,27 @@ class Pool:
             return Block(arena, offset, size)
 
     def give_back(self, block: Block) -> None:
-        """The block is not in use any more."""
-        with self._lock:
-            self.used_bytes -= block.nbytes
-            self.warm_bytes += block.nbytes
-            self._warm[block] = None
-            self._warm_by_size.setdefault(block.nbytes, []).append(block)
-            self._discard_beyond_peak()
+        """The block is not in use any more. Safe in finalizers: it neither waits nor calls the system."""
+        self._given_back.append(block)
+        if self._lock.acquire(blocking=False):  # who has it, perhaps this very thread, or the next to take, sorts it in
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
 
     def trim(self) -> None:
         """Let go of what has been warm in vain. To be called now and then."""
         with self._lock:
+            self._sort_in()
             self._discard_beyond_peak()
+
+    def _sort_in(self) -> None:
+        while self._given_back:
+            block = self._given_back.popleft()
+            self.used_bytes -= block.nbytes
+            self.warm_bytes += block.nbytes
+            self._warm[block] = None
+            self._warm_by_size.setdefault(block.nbytes, []).append(block)
 
     def _use(self, nbytes: int) -> None:
         self.used_bytes += nbytes

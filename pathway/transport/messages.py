@@ -384,6 +384,7 @@ class ExecutorReport(Message, frozen=True, tag=71):
     bytes_by_session: tuple[tuple[int, int, int], ...]  # session, buffers, bytes
     waits: tuple[tuple[int, int, str, float], ...]
     busy_us: int
+    damaged_transfers: int = 0  # that this process has received, so far
 
 
 class AccessList(Message, frozen=True, tag=72):
@@ -465,8 +466,9 @@ class PoisonGang(Message, frozen=True, tag=87):
 
 
 class EdgeShard(Message, frozen=True, tag=90):
-    """A piece of an edge's value for one device of the receiver. The data comes as `Chunk`s of transfer `transfer`, or,
-    where it is at most CHUNK_BYTES, in the one frame after this message. `region` is in the array's coordinates."""
+    """A piece of an edge's value for one device of the receiver. `region` is in the coordinates of the array. The data
+    is the frame after this message, with `checksum`. A message without that frame announces a transfer, `transfer`,
+    of which the data comes as `Chunk`s or as `Shared`."""
 
     transfer: int
     session: int
@@ -475,6 +477,7 @@ class EdgeShard(Message, frozen=True, tag=90):
     device: int  # island index of the receiving device
     region: tuple[tuple[int, int], ...]
     nbytes: int
+    checksum: int = 0
 
 
 class EdgeFailed(Message, frozen=True, tag=91):
@@ -494,6 +497,7 @@ class PutShard(Message, frozen=True, tag=92):
     buffer: int
     region: tuple[tuple[int, int], ...]
     nbytes: int
+    checksum: int = 0
 
 
 class Fetch(Message, frozen=True, tag=93):
@@ -513,6 +517,7 @@ class FetchedShard(Message, frozen=True, tag=94):
     device: int
     region: tuple[tuple[int, int], ...]
     nbytes: int
+    checksum: int = 0
 
 
 class FetchFailed(Message, frozen=True, tag=95):
@@ -521,10 +526,12 @@ class FetchFailed(Message, frozen=True, tag=95):
 
 
 class Chunk(Message, frozen=True, tag=96):
-    """One piece of a transfer larger than CHUNK_BYTES: the frame after this message, at `offset` of the transfer."""
+    """The next piece of a transfer larger than CHUNK_BYTES: the frame after this message, at `offset` of the transfer.
+    The last has the checksum of the whole transfer."""
 
     transfer: int
     offset: int
+    checksum: int = 0
 
 
 class TraceRequest(Message, frozen=True, tag=97):
@@ -539,6 +546,18 @@ class TraceReply(Message, frozen=True, tag=98):
 
     request: int
     steps: tuple[tuple[int, int, str, str, int, float, float], ...]
+
+
+class Taken(Message, frozen=True, tag=99):
+    """So many bytes of chunks, or more, have come to where they belong since the last time: as many may follow."""
+
+    nbytes: int
+
+
+class TransferDropped(Message, frozen=True, tag=104):
+    """The rest of this transfer does not come: what it belongs to is cancelled, lost or closed."""
+
+    transfer: int
 
 
 # -- peer links: shared memory (see `shm`) ---------------------------------------------------------------------------
@@ -559,7 +578,7 @@ class ShareOffer(Message, frozen=True, tag=100):
 
 
 class ShareProof(Message, frozen=True, tag=101):
-    """I can read your memory: data for me may come as `Shared`."""
+    """I can read your memory: data for me may come as `Shared`. Empty: I cannot."""
 
     proof: bytes
 

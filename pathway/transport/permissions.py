@@ -65,18 +65,22 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
     EXECUTOR: _ALWAYS | {m.ExecutorReady, m.PartsFinished, m.PartFailed, m.PartRefused, m.ExecutorReport},
 }
 
-CLIENT_MAY_SEND_TO_EXECUTOR = _ALWAYS | {m.PutShard, m.Chunk, m.Fetch, m.TraceRequest}
-EXECUTOR_MAY_SEND_TO_EXECUTOR = _ALWAYS | {
-    m.FollowerHello,
-    m.EdgeArrived,
-    m.BufferArrived,
-    m.PartBound,
-    m.GangsDone,
-    m.GangFailed,
-    m.EdgeShard,
-    m.EdgeFailed,
-    m.Chunk,
-}
+_BULK = {m.Chunk, m.Taken, m.TransferDropped, m.ShareOffer, m.ShareProof, m.ShareArena, m.Shared}
+CLIENT_MAY_SEND_TO_EXECUTOR = _ALWAYS | _BULK | {m.PutShard, m.Fetch, m.TraceRequest}
+EXECUTOR_MAY_SEND_TO_EXECUTOR = (
+    _ALWAYS
+    | _BULK
+    | {
+        m.FollowerHello,
+        m.EdgeArrived,
+        m.BufferArrived,
+        m.PartBound,
+        m.GangsDone,
+        m.GangFailed,
+        m.EdgeShard,
+        m.EdgeFailed,
+    }
+)
 
 
 def check_role(claimed: str, entry: Entry | None) -> None:

@@ -228,6 +228,7 @@ class SharingLink:
         self._holding: dict[int, int] = {}  # number of a loan -> its cell, for what this end has
         self._borrowed = itertools.count(1)
         self.can_lend = False
+        self.is_settled = False  # whether the peer has said if it can borrow
         self.closed = False
 
     def open(self) -> None:
@@ -241,10 +242,9 @@ class SharingLink:
         if not self.can_lend:
             return None
         lent = self._memory.lend(self._link, nbytes)
-        return Loan(*lent, nbytes) if lent is not None else None
+        return Loan(self, *lent, nbytes) if lent is not None else None
 
-    def send(self, loan: Loan, transfer: int) -> None:
-        """The block is filled: it is the data of `transfer`."""
+    def _send(self, loan: Loan, transfer: int) -> None:
         arena = loan.block.arena
         assert isinstance(arena, SharedArena)
         number = self._told_arenas.get(arena)
@@ -253,8 +253,7 @@ class SharingLink:
             self._post(m.ShareArena((arena.descriptor, arena.name, arena.nbytes)))
         self._post(m.Shared(transfer, number, loan.block.offset, loan.cell))
 
-    def withdraw(self, loan: Loan) -> None:
-        """The block is not wanted after all. Only before it was sent."""
+    def _withdraw(self, loan: Loan) -> None:
         self._memory.withdraw(loan.cell)
 
     # -- borrowing ----------------------------------------------------------------------------------------------------
@@ -265,9 +264,9 @@ class SharingLink:
             case m.ShareOffer():
                 self._offered(message)
             case m.ShareProof():
-                if not secrets.compare_digest(message.proof, _proof(self._memory.secret, self._peer)):
-                    raise ProtocolError("the proof that memory is shared is none")
-                self.can_lend = self._borrower >= 0
+                proved = secrets.compare_digest(message.proof, _proof(self._memory.secret, self._peer))
+                self.can_lend = proved and self._borrower >= 0
+                self.is_settled = True
             case m.ShareArena():
                 self._their_arenas.append(self._map(message.arena, writable=False))
             case _:
@@ -275,22 +274,25 @@ class SharingLink:
 
     def _offered(self, offer: m.ShareOffer) -> None:
         """Prove that the peer's memory can be read here, if it can."""
-        if offer.boot_id != self._memory.boot_id or not offer.boot_id or self._borrower >= 0:
-            return
         try:
-            descriptor, name, nbytes = offer.beacon
-            opened = _open_memory_file(offer.pid, descriptor, name, nbytes)
-            try:
-                secret = os.pread(opened, _SECRET_BYTES, 0)
-            finally:
-                os.close(opened)
-            self._their_pid, self._their_link = offer.pid, offer.link
-            self._their_board = self._map(offer.board, writable=True)
-            self._borrower = os.pidfd_open(offer.pid)
-        except (OSError, ProtocolError):  # another user's process, or of another container: use the socket
-            self._their_board = None
-            return
-        self._post(m.ShareProof(_proof(secret, self._me)))
+            proof = self._prove(offer)
+        except (OSError, ProtocolError):  # another machine's process, another user's, or one of another container
+            proof = b""
+        self._post(m.ShareProof(proof))
+
+    def _prove(self, offer: m.ShareOffer) -> bytes:
+        if offer.boot_id != self._memory.boot_id or not offer.boot_id or self._borrower >= 0:
+            return b""
+        descriptor, name, nbytes = offer.beacon
+        opened = _open_memory_file(offer.pid, descriptor, name, nbytes)
+        try:
+            secret = os.pread(opened, _SECRET_BYTES, 0)
+        finally:
+            os.close(opened)
+        self._their_pid, self._their_link = offer.pid, offer.link
+        self._their_board = self._map(offer.board, writable=True)
+        self._borrower = os.pidfd_open(offer.pid)
+        return _proof(secret, self._me)
 
     def _map(self, described: tuple[int, str, int], *, writable: bool) -> _Mapped:
         descriptor, name, nbytes = described
@@ -342,11 +344,24 @@ def _return(cells: np.ndarray[Any, Any], cell: int, holding: dict[int, int], num
 
 
 class Loan:
-    """A block on its way to one peer."""
+    """A block on its way to one peer: to be filled, and then sent or withdrawn."""
 
-    __slots__ = ("block", "cell", "memory")
+    __slots__ = ("block", "cell", "link", "memory")
 
-    def __init__(self, cell: int, block: Block, nbytes: int) -> None:
+    def __init__(self, link: SharingLink, cell: int, block: Block, nbytes: int) -> None:
+        self.link = link
         self.cell = cell
         self.block = block
         self.memory = block.memory[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def send(self, transfer: int) -> None:
+        """`memory` is filled, and is the data of `transfer`. In the link's thread."""
+        self.link._send(self, transfer)
+
+    def withdraw(self) -> None:
+        """The block is not wanted after all. Any thread."""
+        self.link._withdraw(self)
