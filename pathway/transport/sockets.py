@@ -367,6 +367,8 @@ class Dealer(Link):
             self._read_monitor()
             if self._connected or self._end_reason is not None:
                 return
+            # Nothing is received yet, so nobody else takes the socket's own signals, and they would be ready for ever.
+            self._socket.getsockopt(zmq.EVENTS)
             await self._readiness.wait()
 
     async def _welcome(self) -> Welcome:
