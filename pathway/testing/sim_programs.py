@@ -135,7 +135,7 @@ def random_program(rng: random.Random, slices: list[SliceBound], name: str, larg
         for number, slot in enumerate(outputs):
             made: Formula = ("node", node, number, *(value.formula for value in chosen))
             values.append(_Value(bound, slot, len(draft.gangs) - 1, made))
-    return _finish(rng, name, drafts, values, sent)
+    return _finish(rng, name, drafts, values, sent, {bound.slice: bound.island for bound in slices})
 
 
 def _finish(
@@ -144,6 +144,7 @@ def _finish(
     drafts: dict[str, _Draft],
     values: list[_Value],
     sent: dict[tuple[int, int, str], int],
+    homes: dict[int, str],
 ) -> Program:
     """Choose the results, free every slot at its last reader, and donate some arguments."""
     results: list[tuple[int, Formula]] = []
@@ -161,15 +162,7 @@ def _finish(
             results.append((value.bound.slice, value.formula))
     for (source_slot, target_slice, source_island), target_slot in sent.items():
         if rng.random() < 0.1:
-            island = next(
-                i
-                for i, d in drafts.items()
-                if any(
-                    e.target_slot == target_slot
-                    for e in d.edges_in
-                    if e.source_slot == source_slot and e.source_island == source_island
-                )
-            )
+            island = homes[target_slice]
             drafts[island].results.append((len(results), target_slot))
             results.append((target_slice, by_slice[source_slot, source_island].formula))
     parts: list[Part] = []
