@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathway.client.bindings import Binding
-from pathway.client.fetch import ArrayFetch, Incoming, host_regions, piece_of
+from pathway.client.fetch import ArrayFetch, host_regions, piece_of
 from pathway.dataflow.graph import BoundSlice
 from pathway.dataflow.layout import Aval, Sharding
 
@@ -36,15 +36,14 @@ def test_what_is_cut_is_put_together(rows, columns, spec, dtype, chunk, order):
     regions = [region for region, _ in kind.regions()]
     order.shuffle(regions)
     for number, region in enumerate(regions):
-        data = piece_of(value, region).data
+        data = piece_of(value, region)
         if number % 2 or len(data) <= chunk:
             fetch.place(region, data)
             continue
-        incoming = Incoming(fetch, region, len(data))
-        offsets = list(range(0, len(data), chunk))
-        order.shuffle(offsets)
-        ends = [incoming.add(offset, data[offset : offset + chunk]) for offset in offsets]
-        assert ends == [False] * (len(offsets) - 1) + [True]
+        room = fetch.room(region)
+        for offset in range(0, len(data), chunk):
+            room.flat[offset : offset + chunk] = data[offset : offset + chunk]
+        room.filled()
     assert fetch.done
     assert fetch.error is None
     np.testing.assert_array_equal(fetch.value, value)
@@ -56,7 +55,7 @@ def test_a_scalar_is_one_region_and_keeps_no_frame():
     assert kind.regions() == (((), (0, 1, 2, 3)),)
     frame = bytearray(np.float32(2.5).tobytes())
     fetch = ArrayFetch(kind)
-    fetch.place((), memoryview(frame))
+    fetch.place((), np.frombuffer(frame, np.uint8))
     frame[:] = b"\0\0\0\0"
     assert float(fetch.value) == 2.5
 
@@ -70,15 +69,15 @@ def test_an_empty_array_needs_nothing():
 @pytest.mark.parametrize("nbytes", [0, 5, 64])
 def test_data_of_another_size_is_an_error(nbytes):
     fetch = ArrayFetch(a_kind((2, 3), "float32", ()))
-    fetch.place(((0, 2), (0, 3)), memoryview(bytes(nbytes)))
+    fetch.place(((0, 2), (0, 3)), np.zeros(nbytes, np.uint8))
     assert fetch.error.kind == "TransferError"
 
 
-def test_a_chunk_outside_of_its_transfer_is_an_error():
-    fetch = ArrayFetch(a_kind((2, 3), "float32", ()))
-    incoming = Incoming(fetch, ((0, 2), (0, 3)), 24)
-    assert incoming.add(20, memoryview(bytes(8)))
-    assert fetch.error.kind == "TransferError"
+def test_what_is_one_stretch_of_the_result_is_received_in_its_place():
+    fetch = ArrayFetch(a_kind((4, 4), "float32", (("a",),)))
+    room = fetch.room(((2, 4), (0, 4)))
+    assert np.shares_memory(room.flat, fetch.out)
+    assert not np.shares_memory(fetch.room(((0, 4), (0, 2))).flat, fetch.out)
 
 
 def test_each_host_gets_each_of_its_regions_once():

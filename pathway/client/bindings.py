@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pathway.client.pending import Pending
 from pathway.dataflow.graph import BoundSlice
-from pathway.dataflow.layout import Aval, Layout, Region, Sharding, shard_regions
+from pathway.dataflow.layout import Aval, Layout, Region, Sharding, numpy_dtype, shard_regions
 from pathway.errors import ErrorInfo
 
 
@@ -75,9 +77,11 @@ class ArrayKind:
         "layout",
         "named_sharding",
         "nbytes",
+        "numpy_dtype",
         "physical",
         "shape",
         "sharding",
+        "sources",
     )
 
     def __init__(self, binding: Binding, aval: Aval, sharding: Sharding) -> None:
@@ -90,6 +94,8 @@ class ArrayKind:
         self.nbytes = self.physical.aval.nbytes
         self.jax_dtype: Any = None  # these two are JAX's, and made when first asked for
         self.named_sharding: Any = None
+        self.numpy_dtype: np.dtype[Any] = numpy_dtype(self.physical.aval.dtype)
+        self.sources: tuple[tuple[int, tuple[int, ...]], ...] | None = None
         self.copies: tuple[tuple[Region, tuple[int, ...]], ...] | None = None
 
     def regions(self) -> tuple[tuple[Region, tuple[int, ...]], ...]:
@@ -103,3 +109,14 @@ class ArrayKind:
                     holders.setdefault(region, []).append(device)
             self.copies = tuple((region, tuple(devices)) for region, devices in holders.items())
         return self.copies
+
+    def fetch_from(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Which hosts to ask for which devices' shards, so that each region comes once, and hosts share the work."""
+        if self.sources is None:
+            by_host: dict[int, list[int]] = {}
+            for _, devices in self.regions():
+                hosts = {self.binding.host_of(device): device for device in reversed(devices)}
+                host = min(hosts, key=lambda host: len(by_host.get(host, ())))
+                by_host.setdefault(host, []).append(hosts[host])
+            self.sources = tuple((host, tuple(devices)) for host, devices in by_host.items())
+        return self.sources

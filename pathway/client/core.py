@@ -382,6 +382,10 @@ class ClientCore:
         """One message per island for all buffers released since the last call, and the plans that went with them."""
         self.flush_asked = False
         self.released_bytes = 0
+        if len(self.released) == 1 and not self.released_plans:  # a loop that replaces its state
+            kind, buffer = self.released.popleft()
+            bound = kind.binding.bound
+            return [] if kind.binding.lost else [m.ReleaseBuffers(bound.island, bound.incarnation, (buffer,))]
         by_home: dict[tuple[str, int], list[int]] = {}
         with contextlib.suppress(IndexError):
             while True:

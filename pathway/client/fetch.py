@@ -14,7 +14,7 @@ import numpy as np
 
 from pathway.client.bindings import ArrayKind
 from pathway.client.pending import Pending
-from pathway.dataflow.layout import Layout, Region, numpy_dtype, shard_regions
+from pathway.dataflow.layout import Layout, Region, shard_regions
 from pathway.errors import ErrorInfo
 from pathway.transport.bulk import HostBytes, as_bytes
 
@@ -29,17 +29,16 @@ class ArrayFetch(Pending):
 
     def __init__(self, kind: ArrayKind) -> None:
         super().__init__()
-        aval = kind.aval.physical
         self.binding = kind.binding
-        self.shape = aval.shape
-        self.dtype: np.dtype[Any] = numpy_dtype(aval.dtype)
+        self.shape = kind.physical.aval.shape
+        self.dtype = kind.numpy_dtype
         self.missing = len(kind.regions())
         self.out: np.ndarray[Any, Any] | None = None
         if self.missing == 0:
             self._complete(np.empty(self.shape, self.dtype))
 
-    def place(self, region: Region, data: memoryview) -> None:
-        """A region has come whole, in one frame."""
+    def place(self, region: Region, data: HostBytes) -> None:
+        """A region has come, in memory that will not change."""
         shape = tuple(stop - start for start, stop in region)
         if len(data) != math.prod(shape) * self.dtype.itemsize:
             self.fail(_damaged(f"{len(data)} bytes came for a region of shape {shape} of {self.dtype}"))
@@ -49,23 +48,20 @@ class ArrayFetch(Pending):
             self._complete(piece.copy() if piece.nbytes <= COPY_BYTES else piece)
         else:
             self._whole()[_slices(region)] = piece
-            self.placed()
+            self._placed()
 
-    def room_for(self, region: Region) -> tuple[HostBytes, np.ndarray[Any, Any]]:
-        """Where a region that comes in pieces goes: (its bytes, flat; the array to store with `place_collected`)."""
+    def room(self, region: Region) -> Room:
+        """Where a region that comes in pieces is to go."""
         view = self._whole()[_slices(region)]
-        collected = view if view.flags.c_contiguous else np.empty(view.shape, self.dtype)
-        return as_bytes(collected), collected
+        return Room(self, region, view if view.flags.c_contiguous else np.empty(view.shape, self.dtype))
 
-    def place_collected(self, region: Region, collected: np.ndarray[Any, Any]) -> None:
-        """All pieces of a region have come into `collected`, as `room_for` returned it."""
+    def _collected(self, room: Room) -> None:
         whole = self._whole()
-        if not np.shares_memory(collected, whole):
-            whole[_slices(region)] = collected
-        self.placed()
+        if not np.shares_memory(room.array, whole):
+            whole[_slices(room.region)] = room.array
+        self._placed()
 
-    def placed(self) -> None:
-        """One more region is there."""
+    def _placed(self) -> None:
         self.missing -= 1
         if self.missing == 0:
             self._complete(self._whole())
@@ -81,32 +77,20 @@ class ArrayFetch(Pending):
         self.resolve(value)
 
 
-class Incoming:
-    """One transfer in chunks: what of it is still to come."""
+class Room:
+    """The place of a region that comes in pieces: in the result, if it is one stretch of it."""
 
-    __slots__ = ("collected", "fetch", "flat", "left", "region")
+    __slots__ = ("array", "fetch", "flat", "region")
 
-    def __init__(self, fetch: ArrayFetch, region: Region, nbytes: int) -> None:
+    def __init__(self, fetch: ArrayFetch, region: Region, array: np.ndarray[Any, Any]) -> None:
         self.fetch = fetch
         self.region = region
-        self.left = nbytes
-        self.flat, self.collected = fetch.room_for(region)
-        if self.flat.nbytes != nbytes:
-            fetch.fail(_damaged(f"{nbytes} bytes announced for a region of {self.flat.nbytes}"))
+        self.array = array
+        self.flat = as_bytes(array)
 
-    def add(self, offset: int, data: memoryview) -> bool:
-        """A chunk came; True when it was the last."""
-        if self.fetch.done:
-            return True
-        if offset < 0 or offset + len(data) > self.flat.nbytes:
-            self.fetch.fail(_damaged(f"a chunk of {len(data)} bytes at {offset} is outside of its transfer"))
-            return True
-        self.flat[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-        self.left -= len(data)
-        if self.left > 0:
-            return False
-        self.fetch.place_collected(self.region, self.collected)
-        return True
+    def filled(self) -> None:
+        """All pieces have come."""
+        self.fetch._collected(self)
 
 
 def host_regions(layout: Layout, devices_per_host: int) -> Iterator[tuple[int, Region]]:
@@ -142,4 +126,4 @@ def _slices(region: Region) -> tuple[slice, ...]:
 
 
 def _damaged(message: str) -> ErrorInfo:
-    return ErrorInfo("TransferError", f"an executor sent damaged data: {message}")
+    return ErrorInfo("TransferError", f"data from an executor is damaged: {message}")

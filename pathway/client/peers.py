@@ -11,16 +11,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import trio
 
 from pathway.client.bindings import ArrayKind
 from pathway.client.core import ClientCore
-from pathway.client.fetch import ArrayFetch, Incoming, host_regions, piece_of
+from pathway.client.fetch import ArrayFetch, Room, host_regions, piece_of
 from pathway.client.pending import Pending
-from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, describe
+from pathway.errors import DisconnectedError, ErrorInfo, IslandLostError, PathwayError, ProtocolError, describe
 from pathway.transport import messages as m
-from pathway.transport.bulk import BulkSender, HostBytes
+from pathway.transport.bulk import BulkReceiver, BulkSender, HostBytes, aligned_empty
+from pathway.transport.checksum import checksum
 from pathway.transport.endpoints import address_of
 from pathway.transport.security import Identity
 from pathway.transport.sockets import Delivery, PeerGone
@@ -39,18 +41,18 @@ Soon = Callable[..., None]
 class Peer:
     """The link to one executor. Until it is open, what is to be sent waits in `backlog`."""
 
-    __slots__ = ("address", "backlog", "bulk", "dealer", "fetching", "incoming", "lock", "replies", "where")
+    __slots__ = ("address", "backlog", "bulk_in", "bulk_out", "dealer", "fetching", "lock", "replies", "where")
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.where = address_of(address)
         self.dealer: ThreadSafeDealer | None = None
-        self.bulk: BulkSender | None = None  # for the trio thread alone
+        self.bulk_out: BulkSender | None = None  # these two are for the trio thread alone
+        self.bulk_in: BulkReceiver | None = None
         self.backlog: list[Action] = []
         self.lock = threading.Lock()
         self.fetching: dict[int, ArrayFetch] = {}  # by request
         self.replies: dict[int, Pending] = {}  # by request
-        self.incoming: dict[int, Incoming] = {}  # by transfer, the executor's number
 
     def do(self, action: Action) -> None:
         """Carry `action` out on the open link: now, from this thread, or as soon as the link is open."""
@@ -109,18 +111,13 @@ class Peers:
         fetch = ArrayFetch(kind)
         if fetch.done:
             return fetch
-        by_host: dict[int, list[int]] = {}
-        for _, devices in kind.regions():
-            hosts = {kind.binding.host_of(device): device for device in reversed(devices)}
-            host = min(hosts, key=lambda host: len(by_host.get(host, ())))
-            by_host.setdefault(host, []).append(hosts[host])
-        for host, asked in by_host.items():
+        for host, asked in kind.fetch_from():
             peer = self._peer(self._address(kind, host))
             request = self._core.new_request()
             self._core.fetches[request] = (fetch, kind.binding)
             peer.fetching[request] = fetch
             fetch.add_waiter(functools.partial(self._forget, peer, request))
-            peer.do(functools.partial(_send, m.Fetch(request, self._core.session, buffer, tuple(asked))))
+            peer.do(functools.partial(_send, m.Fetch(request, self._core.session, buffer, asked)))
         if self._core.lost is not None:  # it was lost while the fetch was being entered (C-1)
             fetch.fail(self._core.lost)
         elif kind.binding.error is not None:
@@ -143,9 +140,9 @@ class Peers:
     def _send_put(self, peer: Peer, header: m.PutShard, data: HostBytes, dealer: ThreadSafeDealer) -> None:
         """Small data leaves from here; large data takes turns with other large data, in the trio thread."""
         if len(data) <= m.CHUNK_BYTES:
-            dealer.send_with_blob(header, data.data)
-        elif peer.bulk is not None:
-            self._soon(peer.bulk.send, header, header.transfer, data)
+            dealer.send_with_blob(msgspec.structs.replace(header, checksum=checksum(data)), data.data)
+        elif peer.bulk_out is not None:
+            self._soon(peer.bulk_out.send, header, header.transfer, data)
 
     def ask(self, address: str, request: m.TraceRequest) -> Pending:
         """Ask the executor at `address`; its answer, or the error in its place."""
@@ -171,7 +168,8 @@ class Peers:
             await self._broken(peer, f"no link to the executor at {peer.where}: {error}")
             return
         try:
-            peer.bulk = BulkSender(dealer.send, dealer.send_with_blob, self._soon)
+            peer.bulk_out = BulkSender(dealer.send, dealer.send_with_blob, self._soon)
+            peer.bulk_in = BulkReceiver(dealer.send)
             peer.opened(dealer)
             while True:
                 for item in await dealer.receive_batch():
@@ -182,8 +180,8 @@ class Peers:
         except DisconnectedError as error:
             await self._broken(peer, str(error))
         finally:
-            if peer.bulk is not None:
-                peer.bulk.close()
+            if peer.bulk_out is not None:
+                peer.bulk_out.close()
             dealer.close()
 
     def drop(self, alive: frozenset[str]) -> None:
@@ -213,26 +211,25 @@ class Peers:
     def _received(self, peer: Peer, delivery: Delivery) -> None:
         last = len(delivery.messages) - 1
         for index, message in enumerate(delivery.messages):
-            data = delivery.blobs[0] if index == last and delivery.blobs else memoryview(b"")
+            blob = delivery.blobs[0] if index == last and delivery.blobs else None
             try:
-                self._handle(peer, message, data)
-            except (ValueError, TypeError, IndexError) as error:
+                self._handle(peer, message, blob)
+            except ProtocolError as error:
                 self._fail_all(peer, describe(error))
 
-    def _handle(self, peer: Peer, message: m.Message, data: memoryview) -> None:
+    def _handle(self, peer: Peer, message: m.Message, blob: memoryview | None) -> None:
+        bulk_in, bulk_out = peer.bulk_in, peer.bulk_out
+        assert bulk_in is not None
+        assert bulk_out is not None
         match message:
             case m.FetchedShard():
-                fetch = peer.fetching.get(message.request)
-                if fetch is None or fetch.done:
-                    return
-                if message.nbytes <= m.CHUNK_BYTES:
-                    fetch.place(message.region, data)
-                else:
-                    peer.incoming[message.transfer] = Incoming(fetch, message.region, message.nbytes)
+                _receive_shard(bulk_in, message, blob, peer.fetching.get(message.request))
             case m.Chunk():
-                incoming = peer.incoming.get(message.transfer)
-                if incoming is not None and incoming.add(message.offset, data):
-                    del peer.incoming[message.transfer]
+                bulk_in.chunk(message, blob)
+            case m.TransferDropped():
+                bulk_in.dropped(message)
+            case m.Taken():
+                bulk_out.taken(message.nbytes)
             case m.FetchFailed():
                 fetch = peer.fetching.get(message.request)
                 if fetch is not None:
@@ -250,6 +247,53 @@ class Peers:
     def _fail_all(peer: Peer, error: ErrorInfo) -> None:
         for pending in (*peer.fetching.values(), *peer.replies.values()):
             pending.fail(error)
+
+
+def _receive_shard(
+    bulk: BulkReceiver, message: m.FetchedShard, blob: memoryview | None, fetch: ArrayFetch | None
+) -> None:
+    """A shard comes, or begins to. Nobody may want it any more; it has to be received all the same."""
+
+    def damaged(given: int, found: int) -> None:
+        if fetch is not None:
+            reason = f"{message.nbytes:,} bytes from an executor have the checksum {found:016x}, not {given:016x}"
+            fetch.fail(ErrorInfo("TransferError", reason))
+
+    if blob is not None and message.nbytes <= m.CHUNK_BYTES:  # the way of scalars, for which one waits
+        data = np.frombuffer(blob, np.uint8)
+        found = checksum(data) if message.checksum else 0
+        if found != message.checksum:
+            damaged(message.checksum, found)
+        elif fetch is not None and not fetch.done:
+            fetch.place(message.region, data)
+        return
+    room: Room | None = None
+
+    def make_room() -> HostBytes:
+        nonlocal room
+        if fetch is None or fetch.done:
+            return aligned_empty(message.nbytes)
+        room = fetch.room(message.region)
+        if len(room.flat) != message.nbytes:
+            raise ProtocolError(f"{message.nbytes} bytes are announced for a region of {len(room.flat)}")
+        return room.flat
+
+    def done(data: HostBytes) -> None:
+        if fetch is not None and not fetch.done:
+            if room is not None:
+                room.filled()
+            else:
+                fetch.place(message.region, data)
+
+    bulk.header(
+        message.transfer,
+        message.nbytes,
+        blob,
+        done,
+        checksum_given=message.checksum,
+        damaged=damaged,
+        room=make_room,
+    )
 
 
 def _send(message: m.Message, dealer: ThreadSafeDealer) -> None:
