@@ -13,6 +13,7 @@ from pathway.dataflow.layout import Aval, Layout, Sharding
 from pathway.dataflow.plan import Edge, Execute, Gang, Part, Send
 from pathway.errors import ErrorInfo
 from pathway.executor.gangs import (
+    Assemble,
     Begin,
     DropSession,
     EdgeInfo,
@@ -455,3 +456,15 @@ def test_a_small_part_is_cheap_and_its_instructions_do_not_grow_with_shards() ->
             best = min(best, time.perf_counter() - began)
         assert count == 3 * runs * 5
         assert best / runs < 40e-6  # the budget is 10 us on a quiet machine
+
+
+def test_a_buffer_made_of_others_is_there_when_every_host_says_so() -> None:
+    leader = Leader(hosts=2)
+    leader.register(1, ONE)
+    leader.put(1)
+    made = m.AssembleOnIsland(S, 2, layout(0, 1), (1, 1))
+    assert leader.handle(made) == [SendToFollowers(made), Assemble(made)]
+    assert leader.handle(made) == []  # sent again after a broken connection
+    assert leader.start(10, 1, 2) == [Begin(submitted(10, 1, 2).message, (2,))][1:]
+    assert leader.host(1, m.BufferArrived(S, 2)) == []
+    assert [type(one) for one in leader.host(0, m.BufferArrived(S, 2))] == [SendToFollowers, Launch]

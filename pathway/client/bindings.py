@@ -84,11 +84,14 @@ class ArrayKind:
         "sources",
     )
 
-    def __init__(self, binding: Binding, aval: Aval, sharding: Sharding) -> None:
+    def __init__(
+        self, binding: Binding, aval: Aval, sharding: Sharding, devices: tuple[int, ...] = (), memory: str = ""
+    ) -> None:
+        """`devices`: not all of the binding's, in mesh order, and `memory`, for arrays of the IFRT proxy."""
         self.binding = binding
         self.aval = aval
         self.sharding = sharding
-        self.layout = Layout(aval, self.sharding, binding.bound.devices)
+        self.layout = Layout(aval, self.sharding, devices or binding.bound.devices, memory)
         self.shape = aval.shape
         self.physical = self.layout.physical
         self.nbytes = self.physical.aval.nbytes

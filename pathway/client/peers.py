@@ -144,7 +144,7 @@ class Peers:
         elif peer.bulk_out is not None:
             self._soon(peer.bulk_out.send, header, header.transfer, data)
 
-    def ask(self, address: str, request: m.TraceRequest) -> Pending:
+    def ask(self, address: str, request: m.TraceRequest | m.AskProgram) -> Pending:
         """Ask the executor at `address`; its answer, or the error in its place."""
         peer = self._peer(address)
         reply = peer.replies[request.request] = Pending()
@@ -234,7 +234,7 @@ class Peers:
                 fetch = peer.fetching.get(message.request)
                 if fetch is not None:
                     fetch.fail(message.error)
-            case m.TraceReply():
+            case m.TraceReply() | m.ProgramAnswer():
                 reply = peer.replies.pop(message.request, None)
                 if reply is not None:
                     reply.resolve(message)

@@ -44,7 +44,7 @@ CACHED_COMPUTATIONS = 4096
 """How many lowered nodes a process remembers."""
 
 
-class ComputationMetadata(Struct, frozen=True, array_like=True):
+class ComputationMetadata(Struct, frozen=True, array_like=True, tag="computation"):
     """What an executor must know of a module to run it. Avals are physical; the inputs are exactly the module's
     parameters, in order. `donated` are positions in them."""
 

@@ -123,17 +123,21 @@ class Sharding(Struct, frozen=True, array_like=True):
 
 
 class Layout(Struct, frozen=True, array_like=True):
-    """An array on devices of one island: `devices[i]` is the island's device at mesh position i (row-major)."""
+    """An array on devices of one island: `devices[i]` is the island's device at mesh position i (row-major). `memory`
+    is one of a device's memories, as JAX names its kinds; "" is the default one."""
 
     aval: Aval
     sharding: Sharding
     devices: tuple[int, ...]
+    memory: str = ""
 
     @property
     def physical(self) -> Layout:
         """The layout of the array as it lies in memory (see `Aval.physical`)."""
         aval = self.aval.physical
-        return self if aval is self.aval else Layout(aval, self.sharding.of_rank(len(aval.shape)), self.devices)
+        if aval is self.aval:
+            return self
+        return Layout(aval, self.sharding.of_rank(len(aval.shape)), self.devices, self.memory)
 
     def region(self, position: int) -> Region:
         """What part of the array the device at mesh position `position` holds. Uneven dimensions round up, so the

@@ -17,7 +17,7 @@ What was found out by experiment, and is relied on:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,14 +27,17 @@ import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir, pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib._jax import DeviceList
+from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 from jaxlib.lapack import _lapack
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from pathway.dataflow.computation import ComputationMetadata
-from pathway.dataflow.layout import Layout, Region, Sharding, numpy_dtype, shard_regions
+from pathway.dataflow.layout import Aval, Layout, Region, Sharding, numpy_dtype, shard_regions
+from pathway.dataflow.xla_program import ProgramReport, XlaProgram
 from pathway.errors import CompileError, DeletedError, DeviceMemoryError, ErrorInfo, ExecutionError, PathwayError
 from pathway.executor.compile_cache import CompileCache, entry_name, machine_features
+from pathway.executor.programs import Signature, answer, dtype_of_element, report
 
 Array = jax.Array
 HostArray = np.ndarray[Any, Any]
@@ -44,14 +47,22 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class Compiled:
-    """A computation on devices. `launch(arguments, tokens)` starts it, appends its token, and returns its outputs."""
+    """A computation on devices. `launch(arguments, tokens)` starts it, appends its token, and returns its outputs.
+    `answer` answers questions about it where it came as an XLA program (see `programs`)."""
 
-    __slots__ = ("devices", "launch", "metadata")
+    __slots__ = ("answer", "devices", "launch", "metadata")
 
-    def __init__(self, metadata: ComputationMetadata, devices: tuple[int, ...], launch: Launch) -> None:
+    def __init__(
+        self,
+        metadata: ComputationMetadata | XlaProgram,
+        devices: tuple[int, ...],
+        launch: Launch,
+        answer: Callable[[str], bytes] | None = None,
+    ) -> None:
         self.metadata = metadata
         self.devices = devices
         self.launch = launch
+        self.answer = answer
 
 
 class Backend:
@@ -94,23 +105,54 @@ class Backend:
             os.environ.get("XLA_FLAGS", ""),
             f"{hosts}x{devices}",
         )
-        self._shardings: dict[tuple[Sharding, tuple[int, ...]], NamedSharding] = {}
+        self._shardings: dict[tuple[Sharding, tuple[int, ...], str], NamedSharding] = {}
 
     # -- computations ------------------------------------------------------------------------------------------------
 
     def compile(self, key: str, metadata: ComputationMetadata, artifact: bytes, devices: tuple[int, ...]) -> Compiled:
         """Compile, or load from the disk cache. Any thread. Raises `CompileError` with XLA's message."""
+        options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=len(devices), device_assignment=self._assignment(devices, 1)
+        )
+        options.executable_build_options.use_spmd_partitioning = True
+        options.executable_build_options.use_shardy_partitioner = True
+        executable = self._executable(key, artifact, devices, options, 1)
+        outputs = zip(metadata.out_avals, metadata.out_shardings, ("",) * len(metadata.out_avals), strict=True)
+        return Compiled(metadata, devices, self._launch(executable, devices, outputs))
+
+    def compile_program(self, key: str, program: XlaProgram, artifact: bytes, devices: tuple[int, ...]) -> Compiled:
+        """The same, of a program that comes with XLA's own options."""
+        if len(devices) != program.replicas * program.partitions:
+            raise CompileError(
+                f"INVALID_ARGUMENT: the program is for {program.replicas} x {program.partitions} devices, "
+                f"and not for {len(devices)}"
+            )
         try:
-            execute = self._executable(key, artifact, devices).execute_sharded
+            name, signature = _read_module(artifact)
+            options = CompileOptions.ParseFromString(program.options)
+            build = options.executable_build_options
+            build.num_replicas, build.num_partitions = program.replicas, program.partitions
+            build.device_assignment = DeviceAssignment.create(self._assignment(devices, program.replicas))
+        except PathwayError:
+            raise
         except Exception as error:
-            if _OUT_OF_MEMORY in str(error):
-                raise DeviceMemoryError(str(error)) from error
-            raise CompileError(f"XLA cannot compile it: {error}") from error
+            raise CompileError(f"INVALID_ARGUMENT: XLA cannot read it: {error}") from error
+        executable = self._executable(key, artifact, devices, options, program.replicas)
+        made: ProgramReport = report(name, signature, program, executable)
+        kinds = made.output_memory_kinds or ("",) * len(made.out_avals)
+        outputs = zip(made.out_avals, made.out_shardings, kinds, strict=True)
+        launch = self._launch(executable, devices, outputs)
+        return Compiled(program, devices, launch, lambda what: answer(what, made, executable))
+
+    def _launch(
+        self, executable: Any, devices: tuple[int, ...], outputs: Iterable[tuple[Aval, Sharding, str]]
+    ) -> Launch:
+        execute = executable.execute_sharded
         handlers = [
             pxla.global_aval_to_result_handler(
-                jax.core.ShapedArray(aval.shape, numpy_dtype(aval.dtype)), self._named(sharding, devices), True
+                jax.core.ShapedArray(aval.shape, numpy_dtype(aval.dtype)), self._named(sharding, devices, memory), True
             )
-            for aval, sharding in zip(metadata.out_avals, metadata.out_shardings, strict=True)
+            for aval, sharding, memory in outputs
         ]
 
         def launch(arguments: Sequence[Array], tokens: list[Any]) -> list[Array]:
@@ -118,17 +160,24 @@ class Backend:
             tokens.append(results.consume_token())
             return results.consume_with_handlers(handlers)  # type: ignore[no-any-return]
 
-        return Compiled(metadata, devices, launch)
+        return launch
 
-    def _executable(self, key: str, artifact: bytes, devices: tuple[int, ...]) -> Any:
-        mesh_devices = [self.devices[index] for index in devices]
-        assignment = np.array([device.id for device in mesh_devices]).reshape(1, len(devices))
-        options = compiler.get_compile_options(
-            num_replicas=1, num_partitions=len(devices), device_assignment=assignment
-        )
-        options.executable_build_options.use_spmd_partitioning = True
-        options.executable_build_options.use_shardy_partitioner = True
-        device_list = DeviceList(tuple(mesh_devices))
+    def _assignment(self, devices: tuple[int, ...], replicas: int) -> np.ndarray[Any, Any]:
+        return np.array([self.devices[index].id for index in devices]).reshape(replicas, -1)
+
+    def _executable(self, key: str, artifact: bytes, devices: tuple[int, ...], options: Any, replicas: int) -> Any:
+        try:
+            return self._compiled_or_cached(key, artifact, devices, options, replicas)
+        except Exception as error:
+            if _OUT_OF_MEMORY in str(error):
+                raise DeviceMemoryError(str(error)) from error
+            raise CompileError(f"XLA cannot compile it: {error}") from error
+
+    def _compiled_or_cached(
+        self, key: str, artifact: bytes, devices: tuple[int, ...], options: Any, replicas: int
+    ) -> Any:
+        assignment = self._assignment(devices, replicas)
+        device_list = DeviceList(tuple(self.devices[index] for index in devices))
         cache = self._cache
         name = entry_name(key, repr(assignment.tolist()), *self._runtime) if cache is not None else ""
         stored = cache.get(name) if cache is not None else None
@@ -151,14 +200,15 @@ class Backend:
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
-    def _named(self, sharding: Sharding, devices: tuple[int, ...]) -> NamedSharding:
-        known = self._shardings.get((sharding, devices))
+    def _named(self, sharding: Sharding, devices: tuple[int, ...], memory: str = "") -> NamedSharding:
+        known = self._shardings.get((sharding, devices, memory))
         if known is None:
             axes = sharding.mesh or (("device", 1),)
             grid = np.array([self.devices[index] for index in devices]).reshape([size for _, size in axes])
             mesh = Mesh(grid, [name for name, _ in axes])
-            known = NamedSharding(mesh, PartitionSpec(*(names or None for names in sharding.spec)))
-            self._shardings[sharding, devices] = known
+            spec = PartitionSpec(*(names or None for names in sharding.spec))
+            known = NamedSharding(mesh, spec, memory_kind=memory or None)
+            self._shardings[sharding, devices, memory] = known
         return known
 
     def holds(self, layout: Layout) -> bool:
@@ -173,9 +223,24 @@ class Backend:
         local = [device for device in layout.devices if device in self.local]
         return pxla.batched_device_put(  # type: ignore[no-any-return]
             jax.core.ShapedArray(aval.shape, numpy_dtype(aval.dtype)),
-            self._named(layout.sharding, layout.devices),
+            self._named(layout.sharding, layout.devices, layout.memory),
             [shards[device] for device in local],
             [self.devices[device] for device in local],
+        )
+
+    def assemble(self, layout: Layout, sources: Mapping[int, tuple[Array, Layout]]) -> Array:
+        """The array whose shard on each of this host's devices is the one that another array has there. No copy."""
+        local = [device for device in layout.devices if device in self.local]
+        shards = []
+        for device in local:
+            array, where = sources[device]
+            held = [index for index in where.devices if index in self.local]
+            shards.append(array.addressable_data(held.index(device)))
+        return jax.make_array_from_single_device_arrays(
+            layout.aval.shape,
+            self._named(layout.sharding, layout.devices, layout.memory),
+            shards,
+            dtype=numpy_dtype(layout.aval.dtype),
         )
 
     def array_of_bytes(self, layout: Layout, data: bytes | memoryview) -> Array:
@@ -200,6 +265,39 @@ class Backend:
         local = [index for index in layout.devices if index in self.local]
         shard = array.addressable_data(local.index(device))  # X-3: through an object of its own
         return np.asarray(shard, order="C")
+
+
+def _read_module(artifact: bytes) -> tuple[str, Signature]:
+    """The name of a module, and the types of its main function."""
+    context = mlir.make_ir_context()
+    with context:
+        module = stablehlo.deserialize_portable_artifact(context, artifact)
+        attributes = module.operation.attributes
+        name = ir.StringAttr(attributes["sym_name"]).value if "sym_name" in attributes else "main"
+        for operation in module.body.operations:
+            if (
+                operation.operation.name == "func.func"
+                and ir.StringAttr(operation.attributes["sym_name"]).value == "main"
+            ):
+                kind = ir.FunctionType(ir.TypeAttr(operation.attributes["function_type"]).value)
+                described = (
+                    ir.ArrayAttr(operation.attributes["arg_attrs"]) if "arg_attrs" in operation.attributes else ()
+                )
+                donated = [
+                    number
+                    for number, attribute in enumerate(described)
+                    if "tf.aliasing_output" in (each := ir.DictAttr(attribute)) or "jax.buffer_donor" in each
+                ]
+                return name, Signature([*map(_aval, kind.inputs)], [*map(_aval, kind.results)], donated)
+    raise CompileError("INVALID_ARGUMENT: the module has no function main")
+
+
+def _aval(kind: Any) -> Aval:
+    try:
+        tensor = ir.RankedTensorType(kind)
+    except ValueError:
+        raise CompileError(f"UNIMPLEMENTED: the program takes or gives a {kind}") from None
+    return Aval(tuple(tensor.shape), dtype_of_element(str(tensor.element_type)))
 
 
 def dense(view: HostArray) -> HostArray:

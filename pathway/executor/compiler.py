@@ -8,16 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from pathway.content import content_key
 from pathway.dataflow.computation import ComputationMetadata
-from pathway.errors import CompileError, ErrorInfo, describe
+from pathway.dataflow.xla_program import XlaProgram
+from pathway.errors import CompileError, ErrorInfo, PermissionDeniedError, describe
 from pathway.executor.backend import Backend, Compiled
 from pathway.executor.bind import Wanted
 from pathway.executor.completion import Outbox
-from pathway.transport.messages import RegisterComputation
+from pathway.transport.messages import AskProgram, ProgramAnswer, RegisterComputation
 
 Failures = dict[Wanted, ErrorInfo]
 
-_metadata_decoder = msgspec.msgpack.Decoder(ComputationMetadata)
+_metadata_decoder = msgspec.msgpack.Decoder(ComputationMetadata | XlaProgram)
 
 
 class Compiler:
@@ -62,6 +64,33 @@ class Compiler:
             self._waiting[item] = [one_ended]
             self._threads.submit(self._compile, item, self._registered.get(item[0]))
 
+    def ask(self, question: AskProgram, reply: Callable[[ProgramAnswer], None]) -> None:
+        """Answer a question about a program, which is compiled if need be. `reply` is called in the trio thread."""
+        item = (question.key, question.devices)
+        if question.key != content_key(question.metadata, question.artifact):
+            refused = PermissionDeniedError("the key of a computation is not that of its content")
+            reply(ProgramAnswer(question.request, b"", describe(refused)))
+            return
+        self.register(RegisterComputation(question.key, question.metadata, question.artifact))
+
+        def look(failures: Failures) -> None:
+            if failures:
+                reply(ProgramAnswer(question.request, b"", failures[item]))
+            else:
+                self._threads.submit(self._answer, self.compiled[item], question, reply)
+
+        self.ensure([item], look)
+
+    def _answer(self, compiled: Compiled, question: AskProgram, reply: Callable[[ProgramAnswer], None]) -> None:
+        """On a thread of the pool: the text of a large program takes a while."""
+        try:
+            if compiled.answer is None:
+                raise CompileError("it did not come as an XLA program")
+            answer = ProgramAnswer(question.request, compiled.answer(question.what))
+        except Exception as error:
+            answer = ProgramAnswer(question.request, b"", describe(error, CompileError))
+        self._outbox.put(lambda: reply(answer))
+
     def _compile(self, item: Wanted, registered: RegisterComputation | None) -> None:
         """On a thread of the pool."""
         result: Compiled | ErrorInfo
@@ -69,7 +98,10 @@ class Compiler:
             if registered is None:
                 raise CompileError(f"computation {item[0]} was never registered here")
             metadata = _metadata_decoder.decode(registered.metadata)
-            result = self._backend.compile(item[0], metadata, registered.artifact, item[1])
+            if isinstance(metadata, XlaProgram):
+                result = self._backend.compile_program(item[0], metadata, registered.artifact, item[1])
+            else:
+                result = self._backend.compile(item[0], metadata, registered.artifact, item[1])
         except Exception as error:
             result = describe(error, CompileError)
         self._outbox.put(lambda: self._compile_ended(item, result))

@@ -26,6 +26,7 @@ from pathway.dataflow.plan import Part
 from pathway.errors import ErrorInfo, PathwayError, describe
 from pathway.executor import gangs as g
 from pathway.executor.arrivals import EdgeArrivals, PutArrivals
+from pathway.executor.assembly import Assemblies
 from pathway.executor.backend import Backend
 from pathway.executor.bind import BoundPart, Host, bind, bind_launches, failure, local_computations, local_nbytes
 from pathway.executor.compiler import Compiler, Failures
@@ -101,6 +102,7 @@ class Executor:
         )  # fmt: skip
         self._edges = EdgeArrivals(backend, self._edge_arrived, self._store.is_closed)
         self._puts = PutArrivals(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
+        self._assemblies = Assemblies(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
         departures = EdgeDepartures(host, backend, self._links, self._edges)
         self._fetches = Fetches(backend, self._store, self._lanes)
         self._launcher = Launcher(host, self._store, self._lanes, self._outbox, departures, self)
@@ -114,6 +116,7 @@ class Executor:
             g.SendToLeader: self._to_leader,
             g.Poison: lambda i: self._launcher.poison(self._runs[i.session, i.run], i.gang, i.error),
             g.Put: lambda i: self._puts.announce(i.message.session, i.message.buffer, i.message.layout, i.message.data),
+            g.Assemble: lambda i: self._assemblies.assemble(i.message),
             g.Free: self._free,
             g.ForgetPlan: self._forget_plan,
             g.DropSession: self._drop_session,
@@ -412,3 +415,6 @@ class Executor:
 
     def trace(self, session: int, message: m.TraceRequest) -> m.TraceReply:
         return self._tracing.request(session, message)
+
+    def ask_program(self, message: m.AskProgram, post: Callable[[m.Message], None]) -> None:
+        self._compiler.ask(message, post)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pathway.executor.gangs import (
+    Assemble,
     Begin,
     DropSession,
     End,
@@ -32,6 +33,7 @@ from pathway.executor.gangs import (
     SessionClosed,
 )
 from pathway.transport.messages import (
+    AssembleOnIsland,
     BufferArrived,
     CloseSession,
     DropPlan,
@@ -77,6 +79,7 @@ class FollowerCore:
             LaunchGang: self._launch,
             PoisonGang: self._poison,
             PutOnIsland: self._put,
+            AssembleOnIsland: self._assemble,
             FreeBuffers: self._free,
             DropPlan: self._drop_plan,
             CloseSession: self._close_session,
@@ -134,6 +137,10 @@ class FollowerCore:
         # A put may be the first that this host hears of its session; what comes of it must be reported all the same.
         self._sessions.setdefault(event.session, _Session())
         out.append(Put(event))
+
+    def _assemble(self, event: AssembleOnIsland, now: float, out: list[Instruction]) -> None:
+        self._sessions.setdefault(event.session, _Session())
+        out.append(Assemble(event))
 
     def _free(self, event: FreeBuffers, now: float, out: list[Instruction]) -> None:
         out.append(Free(event.session, event.buffers))

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from pathway.dataflow.plan import Execute, Gang, Part
 from pathway.errors import ErrorInfo
-from pathway.transport.messages import Message, PutOnIsland, StartPart
+from pathway.transport.messages import AssembleOnIsland, Message, PutOnIsland, StartPart
 
 # -- a part, as the order sees it ------------------------------------------------------------------------------------
 
@@ -211,6 +211,12 @@ class Put(Struct, frozen=True):
     message: PutOnIsland
 
 
+class Assemble(Struct, frozen=True):
+    """Make a buffer out of shards that are here, or will be."""
+
+    message: AssembleOnIsland
+
+
 class Free(Struct, frozen=True):
     session: int
     buffers: tuple[int, ...]
@@ -251,6 +257,7 @@ Instruction = (
     | Launch
     | Poison
     | Put
+    | Assemble
     | Free
     | End
     | ForgetPlan

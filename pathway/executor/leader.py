@@ -23,6 +23,7 @@ from typing import Any
 from pathway.errors import ErrorInfo
 from pathway.executor import leader_state as state
 from pathway.executor.gangs import (
+    Assemble,
     Begin,
     DropSession,
     End,
@@ -40,6 +41,7 @@ from pathway.executor.gangs import (
 )
 from pathway.executor.leader_state import DONATED, READY, Buffer, Part, Plan, Session
 from pathway.transport.messages import (
+    AssembleOnIsland,
     BufferArrived,
     CancelPart,
     CloseSession,
@@ -77,6 +79,7 @@ class LeaderCore:
             HostReported: self._host_reported,
             FreeBuffers: self._free_buffers,
             PutOnIsland: self._put,
+            AssembleOnIsland: self._assemble,
             PartRegistered: self._part_registered,
             DropPlan: self._drop_plan,
             CancelPart: self._cancel,
@@ -408,6 +411,16 @@ class LeaderCore:
         else:
             buffer = session.buffers[event.buffer] = Buffer("the client's data")
             buffer.awaited_hosts = {device // self.devices_per_host for device in event.layout.devices}
+
+    def _assemble(self, event: AssembleOnIsland, now: float, out: list[Instruction]) -> None:
+        session = self._session(event.session)
+        if event.buffer in session.buffers:
+            return  # sent again after a broken connection
+        if self.hosts > 1:
+            out.append(SendToFollowers(event))
+        buffer = session.buffers[event.buffer] = Buffer("shards of other buffers")
+        buffer.awaited_hosts = {device // self.devices_per_host for device in event.layout.devices}
+        out.append(Assemble(event))
 
     def _buffer_arrived(self, host: int, report: BufferArrived, out: list[Instruction]) -> None:
         session = self._sessions.get(report.session)

@@ -46,6 +46,8 @@ class Owner(Protocol):
 
     def trace(self, session: int, message: m.TraceRequest) -> m.TraceReply: ...
 
+    def ask_program(self, message: m.AskProgram, post: Post) -> None: ...
+
     def follower_reported(self, host: int, message: m.Message) -> None: ...
 
     def settle(self) -> None: ...
@@ -165,6 +167,8 @@ class PeerSocket:
                 self._follower(name, peer, message)
             case m.TraceRequest():
                 peer.post(owner.trace(peer.session, message))
+            case m.AskProgram():
+                owner.ask_program(message, peer.post)
             case m.Ping():
                 peer.post(m.Pong(message.number))
             case _:

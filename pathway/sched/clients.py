@@ -67,6 +67,7 @@ class Clients:
             m.StartRun: self._start_run,
             m.ReleaseBuffers: self._release_buffers,
             m.PutBuffer: self._put_buffer,
+            m.AssembleBuffer: self._assemble_buffer,
             m.RegisterComputation: self._register_computation,
             m.RegisterPlan: self._register_plan,
             m.ReleasePlan: self._release_plan,
@@ -280,6 +281,16 @@ class Clients:
             session.lanes[lane] = None
             put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
             self.lanes.send_behind(lane, session.id, put, out)
+
+    def _assemble_buffer(self, peer: Peer, message: m.AssembleBuffer, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        lane = self.cluster.lane(message.island, message.incarnation)
+        if lane is not None:
+            reach = {message.island: frozenset(message.layout.devices)}
+            check_reach(reach, session.reach(), f"buffer {message.buffer}")
+            session.lanes[lane] = None
+            assemble = m.AssembleOnIsland(session.id, message.buffer, message.layout, message.sources)
+            self.lanes.send_behind(lane, session.id, assemble, out)
 
     def _release_buffers(self, peer: Peer, message: m.ReleaseBuffers, now: float, out: list[Instruction]) -> None:
         session = owner(peer)

@@ -167,6 +167,17 @@ class ReleaseBuffers(Message, frozen=True, tag=16):
     buffers: tuple[int, ...]
 
 
+class AssembleBuffer(Message, frozen=True, tag=21):
+    """The client makes a buffer out of shards of others, where they are: the shard on `layout.devices[i]` is the one
+    that buffer `sources[i]` has there. Nothing is copied."""
+
+    buffer: int
+    island: str
+    incarnation: int
+    layout: Layout
+    sources: tuple[int, ...]
+
+
 class CancelRun(Message, frozen=True, tag=17):
     run: int
 
@@ -329,6 +340,15 @@ class PutOnIsland(Message, frozen=True, tag=63):
     buffer: int
     layout: Layout
     data: bytes | None = None
+
+
+class AssembleOnIsland(Message, frozen=True, tag=74):
+    """`AssembleBuffer`, as passed to the leader and by it to its followers."""
+
+    session: int
+    buffer: int
+    layout: Layout
+    sources: tuple[int, ...]
 
 
 class FreeBuffers(Message, frozen=True, tag=64):
@@ -558,6 +578,27 @@ class TransferDropped(Message, frozen=True, tag=104):
     """The rest of this transfer does not come: what it belongs to is cancelled, lost or closed."""
 
     transfer: int
+
+
+# -- peer links: programs of the IFRT proxy's clients ------------------------------------------------------------------
+
+
+class AskProgram(Message, frozen=True, tag=110):
+    """Compile this for these devices (island indices), and say what came of it. `what`: report (MessagePack of
+    `dataflow.xla_program.ProgramReport`), cost (of a dict of floats), or text (UTF-8). `key` is the content's."""
+
+    request: int
+    key: str
+    metadata: bytes
+    artifact: bytes
+    devices: tuple[int, ...]
+    what: str
+
+
+class ProgramAnswer(Message, frozen=True, tag=111):
+    request: int
+    answer: bytes
+    error: ErrorInfo | None = None
 
 
 # -- peer links: shared memory (see `shm`) ---------------------------------------------------------------------------

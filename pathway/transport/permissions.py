@@ -54,6 +54,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.RegisterPlan,
         m.StartRun,
         m.PutBuffer,
+        m.AssembleBuffer,
         m.ReleaseBuffers,
         m.CancelRun,
         m.ReleasePlan,
@@ -66,7 +67,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
 }
 
 _BULK = {m.Chunk, m.Taken, m.TransferDropped, m.ShareOffer, m.ShareProof, m.ShareArena, m.Shared}
-CLIENT_MAY_SEND_TO_EXECUTOR = _ALWAYS | _BULK | {m.PutShard, m.Fetch, m.TraceRequest}
+CLIENT_MAY_SEND_TO_EXECUTOR = _ALWAYS | _BULK | {m.PutShard, m.Fetch, m.TraceRequest, m.AskProgram}
 EXECUTOR_MAY_SEND_TO_EXECUTOR = (
     _ALWAYS
     | _BULK
