@@ -1,0 +1,1 @@
+"""The protocol's messages, as .proto files (see `pathway.proxy.wire`)."""
