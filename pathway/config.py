@@ -42,6 +42,8 @@ class Settings:
     executor_silence_s: float = 10.0
     credits_per_island: int = 16
     """Runs in flight on an island, past the scheduler (O-7)."""
+    policy: str = "fair"
+    """Whose run goes next: fair, fifo or priority, or one of your own as "module:object" (docs/scheduling.md)."""
     drain_s: float = 10.0
     """How long a scheduler that is told to stop waits for the runs it has."""
     max_sessions: int = 1000
@@ -51,6 +53,8 @@ class Settings:
     """The largest message that a scheduler takes. Computations are the largest."""
     max_undelivered_mib: int = 256
     """A peer for which more than this waits, because it does not take it, is disconnected."""
+    shared_memory: bool = True
+    """Data between processes of one machine goes through memory that they share, where they can."""
     keys: str = ""
     """A directory with keys, as `pathway keygen DIR` makes it: each process takes the key of its kind."""
     key: str = ""

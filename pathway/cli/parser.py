@@ -50,6 +50,9 @@ def _scheduler(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--drain-s", type=float, metavar="S", help="how long to wait for runs when told to stop (10)")
     parser.add_argument(
+        "--policy", metavar="P", help="whose run goes next: fair, fifo, priority, or your own as module:object (fair)"
+    )
+    parser.add_argument(
         "--credits-per-island", type=int, metavar="K", help="runs in flight on an island past the scheduler (16)"
     )
     _insecure(parser)

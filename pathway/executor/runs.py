@@ -28,7 +28,7 @@ from pathway.executor.trace import Recorder, TimedTokens
 class Run:
     """One run's part on this host. `slots[i]` is an array, a `Poison`, a `Cell` that has no value yet, or None."""
 
-    __slots__ = ("cells", "edges", "fates", "part", "run", "session", "slots")
+    __slots__ = ("began_s", "cells", "device_us", "edges", "fates", "part", "run", "session", "slots")
 
     def __init__(self, session: int, run: int, part: BoundPart) -> None:
         self.session = session
@@ -38,6 +38,8 @@ class Run:
         self.cells: list[Cell] = []  # of the part's results, in order
         self.fates: list[tuple[int, Fate]] = []  # of arguments whose values were not known to be sound
         self.edges: dict[int, Any] = {}  # arrivals that are not complete
+        self.began_s = 0.0  # when its first gang was launched
+        self.device_us = 0.0  # how long it held devices of this host
 
 
 class Reports(Protocol):
@@ -84,6 +86,7 @@ class Launcher:
         self._dispatcher = Dispatcher()
         self.recorder: Recorder | None = None
         self._in_flight = 0
+        self._held_until_s: dict[int, float] = {}  # by lane: the end of the last gang there
         self._busy_since_s = 0.0
         self._busy_s = 0.0
 
@@ -161,6 +164,8 @@ class Launcher:
     def _start(self, run: Run, gang: BoundGang, in_trio_thread: bool) -> Callable[[], None] | None:
         """The launch loop. Returns what reports the gang's end, or None when a lane has been asked to."""
         began = time.perf_counter()
+        if not run.began_s:
+            run.began_s = began
         tokens: list[Any] = [] if self.recorder is None else TimedTokens()
         slots = run.slots
         sent = 0
@@ -193,8 +198,8 @@ class Launcher:
             cells[index].value = ABSENT if value is None else value
         gang.learn_cost((time.perf_counter() - began) * 1e6)
         if not tokens or (gang.watched and xla.is_ready([slots[slot] for slot in gang.watched])):
-            return self._ended(run, gang, tokens)
-        self._lanes.submit(gang.lane, lambda: self._ended(run, gang, tokens))
+            return self._ended(run, gang, tokens, began)
+        self._lanes.submit(gang.lane, lambda: self._ended(run, gang, tokens, began))
         return None
 
     def _send(self, run: Run, send: BoundSend, value: Any, lane: int, in_trio_thread: bool) -> None:
@@ -209,7 +214,7 @@ class Launcher:
 
     # -- in whichever thread sees the end ----------------------------------------------------------------------------
 
-    def _ended(self, run: Run, gang: BoundGang, tokens: list[Any]) -> Callable[[], None]:
+    def _ended(self, run: Run, gang: BoundGang, tokens: list[Any], began: float) -> Callable[[], None]:
         """Wait for the gang's launches. Returns what reports its end."""
         try:
             for index, token in enumerate(tokens):
@@ -218,6 +223,12 @@ class Launcher:
                     tokens.ended(index)
         except Exception as error:
             return self._failed(run, gang, self._describe(run, gang, index, error), len(gang.sends))
+        if tokens:
+            # Gangs of one lane run one after another, so the device is this gang's from its launch, or from the end of
+            # the one before it. Both are seen late alike, so what a session is charged in all is right.
+            now = time.perf_counter()
+            run.device_us += (now - max(began, self._held_until_s.get(gang.lane, 0.0))) * 1e6
+            self._held_until_s[gang.lane] = now
         if type(tokens) is TimedTokens and self.recorder is not None:
             self.recorder.add(run.session, run.run, run.part.part, gang, tokens)
         return lambda: self._settle_done(run, gang)

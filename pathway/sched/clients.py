@@ -6,7 +6,7 @@ The rules stand with the subjects: `sessions` (N), `slices` (V), `plans` (R) and
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from pathway.sched.lanes import Lane, LaneScheduler, Run
 from pathway.sched.ownership import check_reach, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
+from pathway.sched.policies import Policy
 from pathway.sched.sessions import Session
 from pathway.sched.slices import Slice, SliceBinder, why_invalid
 from pathway.sched.timers import Timers
@@ -34,6 +35,9 @@ class Limits:
     plans_per_session: int = 10_000
 
 
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
+
+
 class Clients:
     """`grace_until`: how long slices wait for islands that nobody has announced yet. `ending`: why no new work is taken
     ("" while it is)."""
@@ -48,13 +52,14 @@ class Clients:
         grace_until: float,
         token_of: TokenOf | None,
         limits: Limits,
+        policy: Policy,
     ) -> None:
         self.sessions: dict[int, Session] = {}
         self.waiting_slices: dict[tuple[int, int], Slice] = {}
         self.cluster = cluster
         self.binder = SliceBinder(cluster)
         self.plans = PlanRegistry(cluster)
-        self.lanes = LaneScheduler(credits, self._run_failed)
+        self.lanes = LaneScheduler(credits, self._run_failed, policy)
         self.ending = ""
         self._timers = timers
         self._numbers = numbers
@@ -92,6 +97,7 @@ class Clients:
             token = self._token_of(number, peer.public_key)
             session = Session(number, hello.name, token, peer.key, now, peer.public_key)
             self.sessions[number] = session
+            self.set_weight(session, hello.weight or None, hello.priority)
         else:
             found = self.sessions.get(hello.resume)
             if found is None:
@@ -108,6 +114,14 @@ class Clients:
             session, session.peer = found, peer.key
         peer.session = session
         return session
+
+    def set_weight(self, session: Session, weight: float | None, priority: int | None) -> None:
+        """What policies go by, from now on."""
+        tenant = self.lanes.tenant(session.id)
+        if weight is not None:
+            tenant.weight = min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
+        if priority is not None:
+            tenant.priority = priority
 
     def detached(self, session: Session, last_heard: float) -> None:
         """The session's connection is over. It may come back within its lease."""
@@ -129,7 +143,7 @@ class Clients:
         lanes = [lane for lane in session.lanes if lane.error is None]
         for lane in lanes:
             lane.tell_all(m.CloseSession(session.id), out)
-            lane.registered = {(owner, plan) for owner, plan in lane.registered if owner != session.id}
+            lane.forget_session(session.id)
         self.lanes.session_closed(session.id, session.lanes, out)
         self.plans.drop_session(session)
         for held in session.slices.values():
@@ -220,6 +234,8 @@ class Clients:
         plan = session.plans[message.plan] = self.plans.register(session, message, out)
         if plan.error is not None:
             session.tell(m.PlanFailed(message.plan, plan.error), now, self._lease_s, out)
+        for lane in plan.lanes:
+            self.lanes.plan_registered(lane, (session.id, message.plan), plan.reach[lane.island])
 
     def _release_plan(self, peer: Peer, message: m.ReleasePlan, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
@@ -230,7 +246,7 @@ class Clients:
         for part in plan.message.parts:
             island = self.cluster.islands.get(part.island)
             if island is not None and island.lane is not None and key in island.lane.registered:
-                island.lane.registered.discard(key)
+                island.lane.forget_plan(key)
                 self.lanes.send_behind(island.lane, session.id, m.DropPlan(*key), out)
 
     def _start_run(self, peer: Peer, message: m.StartRun, now: float, out: list[Instruction]) -> None:
@@ -262,7 +278,17 @@ class Clients:
         if not plan.lanes:
             session.tell_finished((message.run,), now, self._lease_s, out)
             return
-        run = Run(session.id, message.run, message.plan, message.first_result, message.arguments, plan.lanes, now)
+        run = Run(
+            session.id,
+            message.run,
+            message.plan,
+            message.first_result,
+            message.arguments,
+            plan.lanes,
+            now,
+            plan.costs_us,
+            plan.devices,
+        )
         session.runs[message.run] = run
         self.lanes.submit(run, out)
 
@@ -300,9 +326,10 @@ class Clients:
 
     # -- how runs and plans end --------------------------------------------------------------------------------------
 
-    def parts_finished(self, lane: Lane, parts: Iterable[tuple[int, int]], now: float, out: list[Instruction]) -> None:
+    def parts_finished(self, lane: Lane, message: m.PartsFinished, now: float, out: list[Instruction]) -> None:
+        part_us = message.part_us if len(message.part_us) == len(message.parts) else ()
         by_session: dict[int, list[int]] = {}
-        for run in self.lanes.parts_finished(lane, parts, out):
+        for run in self.lanes.parts_finished(lane, message.parts, out, part_us):
             by_session.setdefault(run.session, []).append(run.number)
         for number, runs in by_session.items():
             session = self.sessions[number]

@@ -33,6 +33,7 @@ from pathway.sched.events import (
 )
 from pathway.sched.lanes import Lane
 from pathway.sched.peers import Peer, Peers, PeerSettings
+from pathway.sched.policies import Fifo, Policy
 from pathway.sched.timers import Timers
 from pathway.transport import messages as m
 from pathway.transport.endpoints import endpoint
@@ -41,10 +42,12 @@ from pathway.version import PROTOCOL_VERSION, __version__
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """`credits`: K of O-7. `grace_s`: how long after its start a scheduler lets slices wait for islands that nobody has
-    announced yet. `exit_grace_s`: how long after an executor's connection its worker may take to say why it ended."""
+    """`credits`: K of O-7. `policy`: whose run goes next. `grace_s`: how long after its start a scheduler lets slices
+    wait for islands that nobody has announced yet. `exit_grace_s`: how long after an executor's connection its worker
+    may take to say why it ended."""
 
     credits: int = 16
+    policy: Policy = field(default_factory=Fifo)
     grace_s: float = 10.0
     exit_grace_s: float = 0.5
     peers: PeerSettings = field(default_factory=PeerSettings)
@@ -77,6 +80,7 @@ class SchedulerCore:
             now + settings.grace_s,
             token_of,
             settings.limits,
+            settings.policy,
         )
         self.peers = Peers(settings.peers, self.timers, self)
         self.access: m.AccessList | None = None
@@ -88,6 +92,7 @@ class SchedulerCore:
             "worker": {m.HostJoined: self._host_joined, m.ExecutorExited: self._executor_exited},
             "executor": {
                 m.PartsFinished: self._parts_finished,
+                m.PartsLate: self._parts_late,
                 m.PartFailed: self._part_failed,
                 m.PartRefused: self._part_refused,
                 m.ExecutorReport: self._executor_report,
@@ -231,7 +236,11 @@ class SchedulerCore:
 
     def _parts_finished(self, peer: Peer, message: m.PartsFinished, now: float, out: list[Instruction]) -> None:
         if peer.lane is not None:
-            self.clients.parts_finished(peer.lane, message.parts, now, out)
+            self.clients.parts_finished(peer.lane, message, now, out)
+
+    def _parts_late(self, peer: Peer, message: m.PartsLate, now: float, out: list[Instruction]) -> None:
+        if peer.lane is not None:
+            self.clients.lanes.parts_late(peer.lane, message.parts, out)
 
     def _part_failed(self, peer: Peer, message: m.PartFailed, now: float, out: list[Instruction]) -> None:
         if peer.lane is not None:

@@ -32,6 +32,7 @@ from pathway.sched.events import (
     Tick,
 )
 from pathway.sched.peers import PeerSettings
+from pathway.sched.policies import load_policy
 from pathway.transport.authenticator import Gate
 from pathway.transport.keys import AllowListFile, PublicKey
 from pathway.transport.link import process_context
@@ -101,6 +102,7 @@ class Daemon:
         core = SchedulerCore(
             SchedulerSettings(
                 credits=settings.credits_per_island,
+                policy=load_policy(settings.policy),
                 peers=PeerSettings(
                     heartbeat_s=settings.heartbeat_s,
                     host_silence_s=settings.host_silence_s,

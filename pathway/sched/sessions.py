@@ -16,21 +16,24 @@ from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction, PeerKey, Send
 from pathway.sched.lanes import Lane, Run
 from pathway.sched.ownership import Reach
+from pathway.sched.queues import UNKNOWN_US
 from pathway.sched.slices import Slice
 from pathway.transport.messages import Message, RegisterPlan, RunsFinished
 
 
 class Plan:
     """A registered plan. `lanes[i]` is where its part i runs: the incarnation that it was made for. `reach` are the
-    devices that it names (A-1)."""
+    devices that it names (A-1), `devices[i]` one of those of part i, `costs_us[i]` what part i takes, as learned."""
 
-    __slots__ = ("error", "lanes", "message", "reach")
+    __slots__ = ("costs_us", "devices", "error", "lanes", "message", "reach")
 
     def __init__(self, message: RegisterPlan, lanes: tuple[Lane, ...], reach: Reach, error: ErrorInfo | None) -> None:
         self.message = message
         self.lanes = lanes
         self.reach = reach
         self.error = error
+        self.costs_us = [UNKNOWN_US] * len(lanes)
+        self.devices = tuple(min(reach.get(lane.island, ()), default=0) for lane in lanes)
 
 
 class Session:

@@ -24,6 +24,8 @@ class SimDevices:
         self._queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(hosts)]
         self.executors: dict[int, SimExecutor] = {}
         self._busy = False
+        self._began_s = 0.0
+        self.used_us: dict[tuple[int, int], float] = {}  # by (session, run), until it is asked for
 
     def launch(self, host: int, gang: tuple[int, int, int]) -> None:
         place = self._launched[host]
@@ -38,11 +40,14 @@ class SimDevices:
     def _go_on(self) -> None:
         if not self._busy and all(self._queues):
             self._busy = True
+            self._began_s = self.net.now
             self.net.after(self.net.random.expovariate(5000.0), self._end)
 
     def _end(self) -> None:
         self._busy = False
         gang = self._queues[0][0]
+        run = gang[:2]
+        self.used_us[run] = self.used_us.get(run, 0.0) + (self.net.now - self._began_s) * 1e6
         error = None
         if self.net.random.random() < self.net.faults.gang_failure:
             error = ErrorInfo("ExecutionError", f"gang {gang} failed by chance", island=self.island)

@@ -152,6 +152,8 @@ class SimExecutor:
     def _ordered(self, message: Any) -> None:
         if isinstance(message, m.StartPart):
             self.handle(g.PartSubmitted(message, tuple(_decode_arguments(message.arguments))))
+            if isinstance(self.core, LeaderCore) and self.core.is_late(message.session, message.run):
+                self._tell_scheduler(m.PartsLate(((message.session, message.run),)))
         else:
             self.handle(message)
 
@@ -229,8 +231,11 @@ class SimExecutor:
                 del self.runs[session, run]
                 self._forget_edges(lambda key: key[:2] == (session, run))
             case g.SendToScheduler(message):
-                assert self.scheduler is not None
-                self.scheduler.send(self, message)
+                if isinstance(message, m.PartsFinished):
+                    assert self.devices is not None
+                    used = tuple(int(self.devices.used_us.pop(part, 0.0)) for part in message.parts)
+                    message = m.PartsFinished(message.parts, sum(used), used)
+                self._tell_scheduler(message)
             case g.SendToFollowers(message):
                 if len(self.followers) < self.hosts - 1:
                     self._held.append(message)
@@ -253,6 +258,10 @@ class SimExecutor:
             case g.DropSession(session):
                 self._drop_session(session)
 
+    def _tell_scheduler(self, message: m.Message) -> None:
+        assert self.scheduler is not None
+        self.scheduler.send(self, message)
+
     def _begin(self, message: m.StartPart, arguments: tuple[int | bytes, ...]) -> None:
         key = (message.session, message.run)
         if self.host == 0:
@@ -261,7 +270,8 @@ class SimExecutor:
                 self.net.fail(f"run {key} begins twice on {self.island}")
             self.net.begun.add(once)
             settings = self.net.scheduler.core.settings
-            if len(self.runs) >= settings.credits:
+            shares = self.hosts * self.per_host + len(self.net.clients)  # groups, and sessions with parts that are late
+            if len(self.runs) >= settings.credits * shares:
                 self.net.fail(f"O-7: {len(self.runs) + 1} parts in flight on {self.island}")
         if message.run <= self.last_begun.get(message.session, 0):
             self.net.fail(f"run {key} begins after run {self.last_begun[message.session]} on {self.address}")
