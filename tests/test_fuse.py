@@ -51,6 +51,21 @@ def on(graph: Graph, slice: int) -> list[Node]:
     return [node for node in graph.nodes if node.slice == slice]
 
 
+def test_weights_are_no_output_of_the_passes_that_read_them() -> None:
+    params, (xs, ys) = [X, X + 1, X + 2], ([X, X * 2], [X, X])
+    graph = check(pipeline, params, xs, ys, residents=_on_slices(params))
+    weights = {argument.value for argument in graph.arguments[:3]}
+    backward = [node for node in graph.nodes if node.backward]
+    assert all(weights & set(node.inputs) for node in backward if node.slice > 0)  # the first has no input gradient
+    forward = next(node for node in graph.nodes if node.slice == 1 and not node.backward)
+    assert len(forward.outputs) <= 3  # its output, and of what its backward pass needs all but the weights
+
+
+def _on_slices(params: Sequence[Any]) -> list[Resident | None]:
+    homes = [Resident(slice.slice, Sharding(slice.mesh, ((), ()))) for slice in (A, B, C)]
+    return [*homes[: len(params)], None, None, None, None]
+
+
 def test_a_chain_on_one_slice_becomes_one_computation() -> None:
     step = placed_call(lambda x: x * 0.5 + 1, A, name="step")
 

@@ -40,7 +40,7 @@ def fuse(graph: Graph) -> Graph:
         _joined(graph, group, read, interner) if len(group) > 1 else group[0]
         for group in sorted(groups, key=lambda group: group[-1].index)
     ]
-    return assign_donations(_renumbered(graph, nodes))
+    return assign_donations(renumbered(graph, nodes))
 
 
 def _groups(graph: Graph) -> list[list[Node]]:
@@ -165,7 +165,7 @@ def _name(names: Sequence[str]) -> str:
     return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")
 
 
-def _renumbered(graph: Graph, nodes: Sequence[Node]) -> Graph:
+def renumbered(graph: Graph, nodes: Sequence[Node]) -> Graph:
     """Nodes and values numbered without gaps; values that are internal to a group are gone."""
     written = {output for node in graph.nodes for output in node.outputs}
     kept = {output for node in nodes for output in node.outputs}

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from pathway.dataflow.clusters import Clusters, winner
 from pathway.dataflow.donate import assign_donations
 from pathway.dataflow.drafts import Argument, Operation, Resident, complete
+from pathway.dataflow.forward import forward_inputs
 from pathway.dataflow.graph import Graph, SliceShape
 from pathway.dataflow.jaxprs import (
     CALLS,
@@ -111,7 +112,7 @@ def place(
     given = [replace(argument, donated=argument.donated and _is_alone(argument.resident, shared)) for argument in given]
     drafts, home = clusters.drafts(), clusters.home()
     graph = complete(traced.name, slices, home, drafts, given, clusters.constants, clusters.references, results)
-    return assign_donations(graph)
+    return assign_donations(forward_inputs(graph))
 
 
 def _is_alone(resident: Resident | None, handles: Counter[Hashable]) -> bool:

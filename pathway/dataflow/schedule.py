@@ -45,7 +45,7 @@ DEFAULT_COST_S = 1e-3
 @dataclass(frozen=True)
 class Schedule:
     """`orders`: each island's nodes. `strict`: an island must not depart from its order, even for a node that is ready
-    earlier. `per_device`: nodes that share no device may depart even from a strict order. `spans`: when each node ran in
+    earlier. `per_device`: even of a strict order may depart what shares no device. `spans`: when each node ran in
     the simulation, (start, end) in seconds, by node index."""
 
     orders: Mapping[str, tuple[int, ...]]
