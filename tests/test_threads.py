@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from pathway.errors import DisconnectedError
 from pathway.transport.messages import Chunk, Goodbye, Hello, Ping, Pong, Welcome
@@ -152,5 +154,93 @@ def test_sending_after_the_end_raises() -> None:
         with pytest.raises(DisconnectedError, match="over"):
             await trio.to_thread.run_sync(dealer.send, Ping(1))
         dealer.close()
+
+    run(main)
+
+
+def test_a_waiting_thread_receives_for_itself_and_the_task_gets_the_rest() -> None:
+    """Answers of 200 rounds, taken by the thread that waits or by the task: each once, in order, none forgotten."""
+    rounds = 200
+
+    async def main() -> None:
+        with Router.bind("tcp://127.0.0.1:0") as router:
+            pongs: list[int] = []
+            taken_here = 0
+
+            def handle(peer: bytes, message: Any) -> None:
+                router.post(peer, Pong(message.number))
+                if message.number % 3 == 0:
+                    router.post(peer, Pong(-message.number))  # nobody waits for this one
+
+            def take(batch: Any) -> None:
+                pongs.extend(message.number for item in batch for message in item.messages)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, router, handle)
+                dealer, _ = await ThreadSafeDealer.open(router.address, hello("client"))
+                all_here = trio.Event()
+                token = trio.lowlevel.current_trio_token()
+
+                async def receive() -> None:
+                    while True:
+                        take(await dealer.receive_batch())
+                        dealer.look_here()
+                        if pongs[-1] == rounds:
+                            all_here.set()
+
+                def ask() -> None:
+                    nonlocal taken_here
+                    for number in range(1, rounds + 1):
+                        dealer.send(Ping(number))
+                        before = len(pongs)
+                        while number not in pongs:
+                            dealer.receive_here(take, lambda number=number: number in pongs, timeout_s=0.01)
+                        taken_here += len(pongs) > before
+                    token.run_sync_soon(all_here.set)
+
+                nursery.start_soon(receive)
+                await trio.to_thread.run_sync(ask)
+                await all_here.wait()
+                dealer.send(Ping(rounds + 1))
+                while rounds + 1 not in pongs:  # the task receives as before
+                    await trio.testing.wait_all_tasks_blocked(0.001)
+                positive = [number for number in pongs if number > 0]
+                assert positive == list(range(1, rounds + 2))
+                assert taken_here > 0
+                nursery.cancel_scope.cancel()
+            dealer.close()
+
+    run(main)
+
+
+def test_the_end_of_a_link_ends_a_thread_that_receives() -> None:
+    async def main() -> None:
+        router = Router.bind("tcp://127.0.0.1:0")
+        async with trio.open_nursery() as nursery:
+
+            async def serve_until_closed() -> None:
+                with contextlib.suppress(trio.ClosedResourceError):
+                    await serve(router, lambda peer, message: None)
+
+            nursery.start_soon(serve_until_closed)
+            dealer, _ = await ThreadSafeDealer.open(router.address, hello("client"))
+            ends: list[Any] = []
+
+            async def receive() -> None:
+                ends.extend(await dealer.receive_batch())
+
+            def wait() -> None:
+                dealer.receive_here(lambda batch: None, lambda: bool(ends))
+
+            nursery.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(trio.to_thread.run_sync, wait)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                router.close(linger_s=0)
+            while not ends:
+                await trio.testing.wait_all_tasks_blocked(0.001)
+            assert isinstance(ends[0], PeerGone)
+            nursery.cancel_scope.cancel()
 
     run(main)

@@ -51,6 +51,14 @@ class Readiness:
         # written. The other way round its mark could stay without the bell being readable: lost for good.
         self._rung = False
 
+    def ignore(self, descriptor: int) -> None:
+        """Do not wake the waiting task for `descriptor`, until `heed`."""
+        self._epoll.modify(descriptor, 0)
+
+    def heed(self, descriptor: int) -> None:
+        """Wake the waiting task for `descriptor` again, also for what has come meanwhile."""
+        self._epoll.modify(descriptor, select.EPOLLIN)
+
     def wake(self) -> None:
         """Ring the bell. From any thread."""
         if not self._rung:
