@@ -2,7 +2,7 @@
 
 The backward pass of a stage needs the stage's weights, so JAX's autodiff makes them an output of the forward pass.
 There they have gone through the sharding constraint of `in_specs`, which makes them a new variable to JAX, though in
-that very sharding they are the same array. Without this pass every microbatch in flight would hold a copy of all weights.
+that very sharding they are the same array. Without this pass every microbatch in flight would hold a copy of them.
 """
 
 from __future__ import annotations
