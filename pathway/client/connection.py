@@ -15,7 +15,8 @@ from typing import Any
 import trio
 
 from pathway.client.core import ClientCore, CloseLink, DropPeers, Event, Instruction, LinkLost, Send, Tick
-from pathway.client.peers import Peer, Peers
+from pathway.client.peer import Peer
+from pathway.client.peers import Peers
 from pathway.client.pending import Pending
 from pathway.errors import DisconnectedError, ErrorInfo, PathwayError
 from pathway.transport import messages as m
@@ -156,6 +157,7 @@ class Connection:
         while True:
             await trio.sleep(self.core.heartbeat_s)
             self._handle(Tick())
+            self.peers.trim()
 
     def _handle(self, event: Event) -> None:
         instructions = self.core.handle(event, time.monotonic())

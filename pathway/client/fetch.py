@@ -103,12 +103,11 @@ def host_regions(layout: Layout, devices_per_host: int) -> Iterator[tuple[int, R
             yield key
 
 
-def piece_of(value: np.ndarray[Any, Any], region: Region) -> HostBytes:
-    """The region's elements, dense in C order, as bytes that later changes of `value` do not reach."""
-    piece = value[_slices(region)]
-    if not piece.flags.c_contiguous or _is_writable(piece):
-        piece = np.array(piece, order="C", copy=True)
-    return as_bytes(piece)
+def piece_of(part: np.ndarray[Any, Any]) -> HostBytes:
+    """A part's elements, dense in C order, as bytes that later changes of the array do not reach."""
+    if not part.flags.c_contiguous or _is_writable(part):
+        part = np.array(part, order="C", copy=True)
+    return as_bytes(part)
 
 
 def _is_writable(array: np.ndarray[Any, Any]) -> bool:
