@@ -157,7 +157,7 @@ class Peer:
                 fetch = self.fetching.get(message.request)
                 if fetch is not None:
                     fetch.fail(message.error)
-            case m.TraceReply():
+            case m.TraceReply() | m.ProgramAnswer():
                 reply = self.replies.pop(message.request, None)
                 if reply is not None:
                     reply.resolve(message)
