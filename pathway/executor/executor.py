@@ -86,6 +86,9 @@ class Executor:
         self._handling = False
         self._gangs_done: list[tuple[int, int, int]] = []
         self._parts_finished: list[tuple[int, int]] = []
+        self._part_us: list[int] = []
+        self._ended_us = 0  # how long the part that was ended last held its devices
+        self._remote_until_s = 0.0
         self._reported_busy_us = 0
         self._plans: dict[tuple[int, int], BoundPart] = {}
         self._runs: dict[tuple[int, int], Run] = {}
@@ -244,6 +247,7 @@ class Executor:
             return
         if isinstance(message, m.PartsFinished):
             self._parts_finished += message.parts
+            self._part_us.append(self._ended_us)  # the core says `End` and this of one run, in this order
             return
         self._post_parts_finished(self._scheduler)
         self._scheduler.post(message)
@@ -251,14 +255,17 @@ class Executor:
     def _post_parts_finished(self, scheduler: Dealer) -> None:
         if self._parts_finished:
             parts, self._parts_finished = tuple(self._parts_finished), []
+            part_us, self._part_us = tuple(self._part_us), []
             busy_us = self._launcher.busy_us()
-            scheduler.post(m.PartsFinished(parts, busy_us - self._reported_busy_us))
+            scheduler.post(m.PartsFinished(parts, busy_us - self._reported_busy_us, part_us))
             self._reported_busy_us = busy_us
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def _start_part(self, message: m.StartPart) -> None:
         self.handle(g.PartSubmitted(message, _arguments_decoder.decode(message.arguments)))
+        if self._host.index == 0 and self._core.is_late(message.session, message.run):
+            self._to_scheduler(m.PartsLate(((message.session, message.run),)))
 
     def _begin(self, instruction: g.Begin) -> None:
         message = instruction.message
@@ -270,8 +277,18 @@ class Executor:
         self._edges.begin(run)
 
     def _end(self, instruction: g.End) -> None:
-        self._runs.pop((instruction.session, instruction.run), None)
+        run = self._runs.pop((instruction.session, instruction.run), None)
         self._edges.end(instruction.session, instruction.run)
+        if run is not None:
+            self._ended_us = int(run.device_us) or self._remote_us(run)
+
+    def _remote_us(self, run: Run) -> int:
+        """How long a run of which this host has no device held those of the others: as far as can be seen from here."""
+        if not run.began_s or self._host.hosts == 1:
+            return 0
+        now = time.perf_counter()
+        since_s, self._remote_until_s = max(run.began_s, self._remote_until_s), now
+        return int((now - since_s) * 1e6)
 
     def gang_done(self, session: int, run: int, gang: int) -> None:
         self._gangs_done.append((session, run, gang))

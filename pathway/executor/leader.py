@@ -503,6 +503,12 @@ class LeaderCore:
         """(session, run or plan, reason, since seconds ago), for `ExecutorReport` (O-8)."""
         return state.waits(self._sessions, now)
 
+    def is_late(self, session: int, run: int) -> bool:
+        """The run's part waits for something before all of it can be started."""
+        found = self._sessions.get(session)
+        part = found.parts.get(run) if found is not None else None
+        return part is not None and part.unplaced > 0
+
     def validate(self) -> None:
         """Assert what must hold between events. For tests."""
         assert not self._ready

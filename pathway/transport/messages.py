@@ -45,7 +45,8 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True, tag=1):
     """The first message of every peer. `role`: client, worker, executor or peer (a bulk link). `resume` names a session
     that this client had before its connection broke (0: none). On a bulk link, `session` is the client's (0: an
-    executor's link). `token` proves either (see `permissions`)."""
+    executor's link). `token` proves either (see `permissions`). `weight` is the share that a client asks for, `priority`
+    how it stands under a policy of priorities; 0: what its key has."""
 
     protocol: int
     version: str
@@ -54,6 +55,8 @@ class Hello(Message, frozen=True, tag=1):
     resume: int = 0
     token: int = 0
     session: int = 0
+    weight: float = 0.0
+    priority: int = 0
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -259,6 +262,42 @@ class StatusReply(Message, frozen=True, tag=37):
     status: bytes
 
 
+# -- admin -> scheduler -----------------------------------------------------------------------------------------------
+
+
+class SetWeight(Message, frozen=True, tag=40):
+    """From now on, `session` (as people write it: a name, or a number in hexadecimal) has this weight and priority;
+    None leaves as it is."""
+
+    request: int
+    session: str
+    weight: float | None = None
+    priority: int | None = None
+
+
+class DrainIsland(Message, frozen=True, tag=41):
+    """Bind no more slices to the island, move those that are idle, and let the runs end; or take it into use again."""
+
+    request: int
+    island: str
+    drain: bool
+
+
+class KillSession(Message, frozen=True, tag=42):
+    """End a session and free all that it owns."""
+
+    request: int
+    session: str
+
+
+class AdminReply(Message, frozen=True, tag=43):
+    """What became of the order; `error` is "" if it was carried out."""
+
+    request: int
+    text: str
+    error: str = ""
+
+
 # -- worker (supervisor) <-> scheduler --------------------------------------------------------------------------------
 
 
@@ -370,10 +409,11 @@ class CancelPart(Message, frozen=True, tag=66):
 
 class PartsFinished(Message, frozen=True, tag=67):
     """Leader -> scheduler: (session, run) of parts that every host of the island has finished. `device_us` is how long
-    the island was busy with them together."""
+    the island was busy with them together, `part_us[i]` how long part i held its devices."""
 
     parts: tuple[tuple[int, int], ...]
     device_us: int = 0
+    part_us: tuple[int, ...] = ()
 
 
 class PartFailed(Message, frozen=True, tag=68):
@@ -405,6 +445,13 @@ class ExecutorReport(Message, frozen=True, tag=71):
     waits: tuple[tuple[int, int, str, float], ...]
     busy_us: int
     damaged_transfers: int = 0  # that this process has received, so far
+
+
+class PartsLate(Message, frozen=True, tag=73):
+    """Leader -> scheduler: (session, run) of parts which cannot start yet, for their inputs or computations are not
+    there. Others may take their place meanwhile (O-7)."""
+
+    parts: tuple[tuple[int, int], ...]
 
 
 class AccessList(Message, frozen=True, tag=72):

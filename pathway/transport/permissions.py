@@ -60,10 +60,10 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.ReleasePlan,
         m.StatusRequest,
     },
-    ADMIN: _ALWAYS | {m.StatusRequest},
+    ADMIN: _ALWAYS | {m.StatusRequest, m.SetWeight, m.DrainIsland, m.KillSession},
     OBSERVER: _ALWAYS | {m.StatusRequest},
     WORKER: _ALWAYS | {m.HostJoined, m.ExecutorExited},
-    EXECUTOR: _ALWAYS | {m.ExecutorReady, m.PartsFinished, m.PartFailed, m.PartRefused, m.ExecutorReport},
+    EXECUTOR: _ALWAYS | {m.ExecutorReady, m.PartsFinished, m.PartsLate, m.PartFailed, m.PartRefused, m.ExecutorReport},
 }
 
 _BULK = {m.Chunk, m.Taken, m.TransferDropped, m.ShareOffer, m.ShareProof, m.ShareArena, m.Shared}
