@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import os
@@ -54,6 +55,7 @@ class Handlers:
     def by_name(self) -> dict[str, Callable[..., Any]]:
         return {
             "edge": self.edge,
+            "edges": self.edges,
             "hops": self.hops,
             "put": self.put,
             "get": self.get,
@@ -67,7 +69,7 @@ class Handlers:
         """Needs its whole argument on the second island, and costs nothing there."""
 
         @pw.jit(self.two)
-        def first_element(x: jax.Array) -> jax.Array:
+        def first_element(x: Any) -> Any:
             return jax.lax.slice_in_dim(x, 0, 1)
 
         return first_element
@@ -77,30 +79,57 @@ class Handlers:
         x = pw.put(np.full(nbytes, number % 250 + 1, np.uint8), self.one)
         return x.block_until_ready()
 
-    def edge(self, nbytes: int, count: int, at_once: bool = True) -> float:
-        """Seconds for `count` transfers from island to island: a call each, all of them made before the first is waited
-        for, or one by one."""
+    def edge(self, nbytes: int, count: int, in_flight: int = 2) -> float:
+        """Seconds for `count` transfers from island to island, a call each, so many of them under way at once."""
         x = self._on_one(nbytes)
-        self._first_element(x).block_until_ready()
         began = time.perf_counter()
-        if at_once:
-            jax.block_until_ready([self._first_element(x) for _ in range(count)])
-        else:
-            for _ in range(count):
-                self._first_element(x).block_until_ready()
+        self._move(x, in_flight, lambda moved: moved < count)
         return time.perf_counter() - began
+
+    def churn(self, nbytes: int, in_flight: int, seconds: float) -> int:
+        """Move arrays for so long; how many."""
+        ends = time.monotonic() + seconds
+        return self._move(self._on_one(nbytes), in_flight, lambda moved: time.monotonic() < ends)
+
+    def _move(self, x: Any, in_flight: int, goes_on: Callable[[int], bool]) -> int:
+        moved, waiting = 0, collections.deque[Any]()
+        while goes_on(moved):
+            if len(waiting) == in_flight:
+                waiting.popleft().block_until_ready()
+            waiting.append(self._first_element(x))
+            moved += 1
+        jax.block_until_ready(list(waiting))
+        return moved
+
+    def edges(self, nbytes: int, arrays: int, count: int) -> float:
+        """Seconds for `count` runs of a program that moves so many arrays from island to island, each an edge."""
+        xs = [self._on_one(nbytes, number) for number in range(arrays)]
+        program = self._first_elements(arrays)
+        program(xs).block_until_ready()
+        began = time.perf_counter()
+        for _ in range(count):
+            program(xs).block_until_ready()
+        return time.perf_counter() - began
+
+    @functools.cache  # noqa: B019 (as long as the process)
+    def _first_elements(self, arrays: int) -> Callable[[Any], Any]:
+        @pw.jit(self.two)
+        def first_elements(xs: Any) -> Any:
+            return jnp.stack([x[0] for x in xs])
+
+        return pw.program(name=f"{arrays} edges")(lambda xs: first_elements(xs))
 
     @functools.cached_property
     def _there_and_back(self) -> Callable[[Any], Any]:
         """A program of `HOPS` hops between the islands, each of which needs the one before."""
         steps = [pw.jit(place, name=name)(lambda x: x + 1) for place, name in ((self.two, "there"), (self.one, "back"))]
 
-        def program(x: jax.Array) -> jax.Array:
+        def program(x: Any) -> Any:
             for hop in range(HOPS):
                 x = steps[hop % 2](x)
             return x
 
-        return pw.program(program, name="there and back")
+        return pw.program(name="there and back")(program)
 
     def hops(self, nbytes: int, count: int) -> list[float]:
         """For each of `count` runs, the seconds a hop took."""
@@ -114,7 +143,7 @@ class Handlers:
         return seconds
 
     def put(self, nbytes: int, count: int) -> float:
-        """Seconds for `count` puts of one array, each ready on its device before the next begins."""
+        """Seconds for `count` puts of one array, each of them ready on its device before the next begins."""
         value = np.ones(nbytes, np.uint8)
         began = time.perf_counter()
         for _ in range(count):
@@ -152,17 +181,17 @@ class Handlers:
         elements = max(1, nbytes // 4)
 
         @pw.jit(self.one)
-        def first(seed: jax.Array) -> jax.Array:
+        def first(seed: Any) -> Any:
             return jnp.broadcast_to(device_wait(seed, wait_us), (elements,))
 
         @pw.jit(self.two)
-        def second(x: jax.Array) -> jax.Array:
+        def second(x: Any) -> Any:
             return device_wait(jax.lax.slice_in_dim(x, 0, 1), wait_us)
 
-        def program(seeds: list[jax.Array]) -> list[jax.Array]:
+        def program(seeds: Any) -> Any:
             return [second(first(seed)) for seed in seeds]
 
-        return pw.program(program, name=f"stages of {nbytes} bytes")
+        return pw.program(name=f"stages of {nbytes} bytes")(program)
 
     def stages(self, nbytes: int, wait_us: int, microbatches: int, count: int) -> float:
         """Seconds for `count` runs of two stages, one an island, each of which holds its device for `wait_us` for every
@@ -174,19 +203,6 @@ class Handlers:
         for _ in range(count):
             jax.block_until_ready(program(seeds))
         return time.perf_counter() - began
-
-    def churn(self, nbytes: int, alive: int, seconds: float) -> int:
-        """Move arrays for so long, at most `alive` of them not done yet; the number of transfers."""
-        x = self._on_one(nbytes)
-        ends = time.monotonic() + seconds
-        moved, waiting = 0, []
-        while time.monotonic() < ends:
-            waiting.append(self._first_element(x))
-            moved += 1
-            if len(waiting) >= alive:
-                waiting.pop(0).block_until_ready()
-        jax.block_until_ready(waiting)
-        return moved
 
 
 if __name__ == "__main__":

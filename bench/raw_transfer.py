@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import numpy as np
 import zmq
@@ -66,7 +67,7 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def _frames(array: np.ndarray) -> list[np.ndarray]:
+def _frames(array: np.ndarray) -> list[Any]:
     return [array[start : start + FRAME_BYTES] for start in range(0, len(array), FRAME_BYTES)]
 
 

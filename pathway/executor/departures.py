@@ -51,9 +51,11 @@ class EdgeDepartures:
             views = {piece.source: self._backend.view(value, send.source, piece.source) for piece in send.pieces}
             for piece in send.pieces:
                 part = views[piece.source][piece.within]
-                if not self._is_here(send, piece):
-                    part = packed(part, self._links.lend(send.target_island, piece.target_host, part.nbytes))
-                data.append(part)
+                if self._is_here(send, piece):
+                    data.append(part)
+                else:
+                    loan = self._links.lend(send.target_island, piece.target_host, part.nbytes)
+                    data.append(packed(part, loan))
         except Exception as caught:
             error = xla.describe_failure(caught)
             withdraw(data)

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import trio
 
+    from pathway.config import load_settings
     from pathway.executor.bind import Host
     from pathway.executor.compile_cache import CompileCache, default_directory
     from pathway.executor.executor import LeaderLost, Settings
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cache = CompileCache(Path(options.cache_dir) if options.cache_dir else default_directory())
     host = Host(options.island, options.incarnation, options.hosts, options.host_index, options.devices)
     backend = Backend(options.platform, options.devices, options.hosts, options.host_index, options.coordinator, cache)
-    settings = Settings(options.scheduler, host, options.platform, peer_host, identity)
+    share = load_settings().shared_memory
+    settings = Settings(options.scheduler, host, options.platform, peer_host, identity, share)
     if cache is not None:
         threading.Thread(target=cache.prune, name="pathway-prune", daemon=True).start()
     gc.collect()

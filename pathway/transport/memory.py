@@ -131,7 +131,7 @@ class Pool:
         *,
         limit_bytes: int,
         spare_bytes: int = 32 * MIB,
-        keep_s: float = 1.0,
+        keep_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._new_arena = new_arena
