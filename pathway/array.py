@@ -172,7 +172,7 @@ class Array(ArrayOperators):
 
     def _physical_value(self) -> np.ndarray[Any, Any]:
         fetch = self._start_fetch()
-        fetch.wait()
+        fetch.wait_here()
         return self._fetched(fetch)
 
     def _start_fetch(self) -> ArrayFetch:

@@ -104,9 +104,7 @@ class Connection:
             self._token = None
 
     def _failed(self, error: BaseException) -> None:
-        if self._opened.done:
-            self.core.end(ErrorInfo("DisconnectedError", f"the client's receiving thread failed: {error!r}"))
-        else:
+        if not self._opened.done:
             self._failure = error
             self._opened.resolve()
 
@@ -134,6 +132,9 @@ class Connection:
                 self._opened.resolve()
                 await self._stop.wait()
                 nursery.cancel_scope.cancel()
+        except Exception as error:
+            self.core.end(ErrorInfo("DisconnectedError", f"the client's receiving thread failed: {error!r}"))
+            raise
         finally:
             self._perform(self.core.end(ErrorInfo("DisconnectedError", "the client was closed")))
             self.peers.close()

@@ -1,7 +1,8 @@
 """The bulk link to one executor: what is sent over it, what comes, and who waits for that.
 
-Opened and received from in the connection's trio thread; fetches and small puts are sent from the thread that asks.
-What is to be sent before the link is open waits in a backlog, in order.
+Opened and received from in the connection's trio thread; fetches and small puts are sent from the thread that asks, and
+a thread that waits for one fetch receives itself meanwhile. What is to be sent before the link is open waits in a
+backlog, in order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathway.transport.bulk import HostBytes, aligned_empty
 from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
 from pathway.transport.checksum import checksum
 from pathway.transport.endpoints import address_of
+from pathway.transport.link import Batch
 from pathway.transport.shm import Loan
 from pathway.transport.sockets import Delivery, PeerGone
 from pathway.transport.threads import ThreadSafeDealer
@@ -41,7 +43,7 @@ class Peer:
         self.address = address
         self.where = address_of(address)  # for people: without the key
         self.dealer: ThreadSafeDealer | None = None
-        self.bulk: BulkLink | None = None  # for the trio thread, but for its `sender.lend`
+        self.bulk: BulkLink | None = None  # used under `_bulk_lock`, but for its `sender.lend`
         self.is_open = Pending()
         self.over: ErrorInfo | None = None
         self.fetching: dict[int, ArrayFetch] = {}  # by request
@@ -49,6 +51,7 @@ class Peer:
         self._soon = soon
         self._backlog: list[Action] = []
         self._lock = threading.Lock()
+        self._bulk_lock = threading.Lock()
 
     # -- sending: any thread ------------------------------------------------------------------------------------------
 
@@ -84,7 +87,8 @@ class Peer:
 
     def _send_large(self, header: m.PutShard, data: HostBytes | Loan) -> None:
         assert self.bulk is not None
-        self.bulk.sender.send(header, header.transfer, data)
+        with self._bulk_lock:
+            self.bulk.sender.send(header, header.transfer, data)
 
     def fail(self, error: ErrorInfo) -> None:
         """Nothing more comes. Whoever waits, or will, is told so."""
@@ -92,14 +96,34 @@ class Peer:
         for pending in (*self.fetching.values(), *self.replies.values(), self.is_open):
             pending.fail(error)
 
-    # -- receiving: the trio thread -----------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def wait_for(self, fetch: ArrayFetch) -> None:
+        """Wait until a fetch ends, receiving in this thread as long as nobody else does: an answer that one waits for
+        then comes without a change of threads."""
+        dealer = self.dealer
+        if dealer is not None and not fetch.done:
+            me = threading.get_ident()
+
+            def ended() -> None:
+                if threading.get_ident() != me:
+                    dealer.look_here()
+
+            fetch.add_waiter(ended)
+            dealer.receive_here(self._take, lambda: fetch.done)
+        fetch.wait()
+
+    def _take(self, batch: Batch) -> None:
+        for item in batch:
+            if isinstance(item, Delivery) and self.bulk is not None:
+                self._received(item, self.bulk)
 
     async def receive(self, dealer: ThreadSafeDealer, introduction: m.Hello, memory: TransferMemory) -> str:
         """Use the link, which has just been opened, until it ends; why it did."""
         bulk = self.bulk = BulkLink(
             dealer.send,
             dealer.send_with_blob,
-            self._soon,
+            self._in_own_thread,
             memory,
             dealer_end(introduction),
             router_end(self.where),
@@ -119,8 +143,16 @@ class Peer:
         except trio.ClosedResourceError:
             return "it was closed"
         finally:
-            bulk.close()
+            with self._bulk_lock:
+                bulk.close()
             dealer.close()
+
+    def _in_own_thread(self, callback: Callable[[], None]) -> None:
+        self._soon(self._locked, callback)
+
+    def _locked(self, callback: Callable[[], None]) -> None:
+        with self._bulk_lock:
+            callback()
 
     def _opened(self, dealer: ThreadSafeDealer) -> None:
         with self._lock:
@@ -140,12 +172,13 @@ class Peer:
 
     def _received(self, delivery: Delivery, bulk: BulkLink) -> None:
         last = len(delivery.messages) - 1
-        for index, message in enumerate(delivery.messages):
-            blob = delivery.blobs[0] if index == last and delivery.blobs else None
-            try:
-                self._handle(message, blob, bulk)
-            except ProtocolError as error:
-                self.fail(describe(error))
+        with self._bulk_lock:
+            for index, message in enumerate(delivery.messages):
+                blob = delivery.blobs[0] if index == last and delivery.blobs else None
+                try:
+                    self._handle(message, blob, bulk)
+                except ProtocolError as error:
+                    self.fail(describe(error))
 
     def _handle(self, message: m.Message, blob: memoryview | None, bulk: BulkLink) -> None:
         match message:

@@ -76,6 +76,8 @@ class Peers:
             peer.send(m.Fetch(request, self._core.session, buffer, devices))
             if peer.over is not None:
                 fetch.fail(peer.over)
+        if len(kind.fetch_from()) == 1:
+            fetch.wait_at = peer.wait_for
         error = self._core.lost or kind.binding.error
         if error is not None:  # it was lost while the fetch was being entered (C-1)
             fetch.fail(error)
