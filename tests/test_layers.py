@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,9 +30,11 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_contracts_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    broken = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
-    assert not broken, capsys.readouterr().out
+def test_contracts_are_kept() -> None:
+    # In a process of its own: the linter takes over this one's output.
+    program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("module", ["pathway.sched.daemon", "pathway.executor.supervisor", "pathway.cli"])

@@ -92,13 +92,13 @@ class ThreadSafeDealer(Dealer):
         every `look_here`. Returns before that where another thread receives, the link ends or is called back by its
         trio task, or `timeout_s` passes: then the caller waits in another way."""
         with self._lock:
-            if self._received_here or self._called_back or not self._readiness.parked or self.closed:
+            if self._received_here or self._called_back or not self._readiness.parked or self.is_over:
                 return
             self._received_here = True
             self._readiness.ignore(self._descriptor)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not is_over() and not self._called_back and not self.closed:
+            while not is_over() and not self._called_back:
                 batch: Batch = []
                 with self._lock:
                     if not self.closed:
