@@ -233,3 +233,39 @@ def test_names_are_loaded_when_used():
 
 def test_jax_is_not_disturbed():
     assert jax.devices()[0].platform == "cpu"
+
+
+def test_what_nobody_holds_is_freed(client):
+    home = pw.slice(2, island="west")
+    step = pw.jit(home, donate_argnums=0)(lambda x, y: x + y)
+    x, y = pw.put(np.zeros(300), home), pw.put(np.ones(300), home)
+    for _ in range(300):
+        x = step(x, y)
+        temporary = x * 2.0
+    assert float(temporary[0]) == 600.0
+    del x, y, temporary
+
+    def held() -> int:
+        return next(s["buffers"] for s in client.status()["sessions"] if s["session"] == f"{client.core.session:016x}")
+
+    deadline = time.monotonic() + 20
+    while held() and time.monotonic() < deadline:
+        pass
+    assert held() == 0
+    assert client.core.runs == {}
+    assert client.core.fetches == {}
+
+
+def test_what_ran_where_is_recorded(client):
+    east, west = pw.slice(2, island="east"), pw.slice(2, island="west")
+    first, second = pw.jit(east, name="first")(lambda x: x + 1), pw.jit(west, name="second")(lambda x: x * 2)
+    program = pw.program(lambda x: second(first(x)), name="both")
+    float(program(1.0))
+    with pw.record_steps() as recording:
+        assert float(program(1.0)) == 4.0
+    assert [(step.island, step.program, step.label) for step in recording.steps] == [
+        ("east", "both", "first"),
+        ("west", "both", "second"),
+    ]
+    assert all(step.start_s <= step.end_s for step in recording.steps)
+    assert "<svg" in recording.draw(title="two steps")

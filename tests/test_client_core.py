@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import trio
+import trio.testing
 
 from pathway.client.bindings import ArrayKind
 from pathway.client.core import RELEASE_COUNT, SILENT_HEARTBEATS, ClientCore, CloseLink, DropPeers, LinkLost, Send, Tick
