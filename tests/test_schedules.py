@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pathway.errors import ProgramError
-from pathway.programs.schedules import Pass, Schedule, Task, inputs_of, schedule_of, schedules, tasks_of
+from pathway.programs.schedules import Pass, Schedule, Task, by_name, inputs_of, schedule_of, tasks_of
 
 F, B, W = Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHTS
 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.sampled_from(sorted(schedules)),
+    st.sampled_from(sorted(by_name)),
     st.integers(1, 6),
     st.integers(1, 9),
     st.integers(1, 3),
     st.lists(st.sampled_from([0.25, 1.0, 1.5, 3.0]), min_size=6, max_size=6),
 )
 def test_every_schedule_is_complete_in_order_and_keeps_its_promise(name, slices, microbatches, chunks, speeds):
-    schedule = schedules[name]
+    schedule = by_name[name]
     if name == "interleaved" and chunks > 1:
         microbatches = slices * (1 + microbatches // slices)
     if name == "gpipe":
@@ -46,22 +46,22 @@ def test_every_schedule_is_complete_in_order_and_keeps_its_promise(name, slices,
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (4, 4), (4, 16), (8, 8)])
 def test_the_bubble_is_the_known_one(stages, microbatches):
     known = (stages - 1) / (microbatches + stages - 1)
-    assert schedules["gpipe"].bubble(stages, microbatches) == pytest.approx(known)
-    assert schedules["1f1b"].bubble(stages, microbatches) == pytest.approx(known)
+    assert by_name["gpipe"].bubble(stages, microbatches) == pytest.approx(known)
+    assert by_name["1f1b"].bubble(stages, microbatches) == pytest.approx(known)
     bound = 3 * microbatches + stages - 1  # ZB-H1's own length
-    assert bound <= schedules["zero_bubble"].arrange(stages, microbatches).length <= bound + 2
+    assert bound <= by_name["zero_bubble"].arrange(stages, microbatches).length <= bound + 2
 
 
 def test_interleaving_divides_the_bubble():
-    once = schedules["interleaved"].bubble(4, 8)
-    twice = schedules["interleaved"].arrange(8, 8, slices=4)
+    once = by_name["interleaved"].bubble(4, 8)
+    twice = by_name["interleaved"].arrange(8, 8, slices=4)
     idle = twice.length - 2 * 3 * 8  # each slice does two stages' work
     assert once == pytest.approx(3 / 11)
     assert idle == pytest.approx(3 * 3)  # of (4 - 1) * 3 stages' time, as once, where the stages are half as long
 
 
 def test_one_forward_one_backward_is_the_classical_order():
-    found = schedules["1f1b"].arrange(3, 4)
+    found = by_name["1f1b"].arrange(3, 4)
     written = ["".join(f"{task.kind.name[0]}{task.microbatch} " for task in found.on(stage)) for stage in range(3)]
     assert written == ["F0 F1 F2 B0 F3 B1 B2 B3 ", "F0 F1 B0 F2 B1 F3 B2 B3 ", "F0 B0 F1 B1 F2 B2 F3 B3 "]
 
@@ -73,7 +73,7 @@ def test_a_predicate_of_ones_own():
     schedule = schedule_of(one_at_a_time)
     assert schedule.name == "one_at_a_time"
     assert all(schedule.arrange(3, 5).held(slice) == 1 for slice in range(3))
-    assert schedule_of("1f1b") is schedules["1f1b"]
+    assert schedule_of("1f1b") is by_name["1f1b"]
     with pytest.raises(ProgramError, match="no schedule 'fast': gpipe, 1f1b"):
         schedule_of("fast")
 
@@ -99,12 +99,12 @@ def test_a_cycle_is_named():
 )
 def test_what_a_schedule_is_not_for_is_refused(arguments, message):
     with pytest.raises(ProgramError, match=message):
-        schedules["interleaved"].arrange(*arguments)
+        by_name["interleaved"].arrange(*arguments)
 
 
-@pytest.mark.parametrize("name", sorted(schedules))
+@pytest.mark.parametrize("name", sorted(by_name))
 def test_a_drawing_shows_every_pass(name):
-    schedule = schedules[name]
+    schedule = by_name[name]
     svg = schedule.draw(4, 6, slices=4 if name != "interleaved" else None)
     root = ElementTree.fromstring(svg)
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]

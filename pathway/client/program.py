@@ -207,6 +207,11 @@ class Stage:
             raise SliceError(f"{self._program._name} was called, but its slice {self.slice.number} was released")
         return self._program(*args, **kwargs)
 
+    @property
+    def name(self) -> str:
+        """What graphs, drawings and errors call it."""
+        return self._program._name
+
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As `Program.trace`, of the program of this one stage."""
         return self._program.trace(*args, **kwargs)

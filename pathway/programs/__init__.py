@@ -1,4 +1,7 @@
-"""Ready-made programs, built on the public API alone: a program that needs more shows what the API is missing."""
+"""Ready-made programs, built on the public API alone: a program that needs more shows what the API is missing.
+
+Modules are named in the plural, what they are for in the singular: `pathway.programs.pipeline` is the function.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathway.programs.pipeline import Pipeline, pipeline
-    from pathway.programs.schedules import Arrangement, Pass, Schedule, Shape, Task, schedules
+    from pathway.programs.pipelines import Pipeline, pipeline
+    from pathway.programs.schedules import Arrangement, Pass, Schedule, Shape, Task
 
-__all__ = ["Arrangement", "Pass", "Pipeline", "Schedule", "Shape", "Task", "pipeline", "schedules"]
+__all__ = ["Arrangement", "Pass", "Pipeline", "Schedule", "Shape", "Task", "pipeline"]
 
 _HOME = {
     "Arrangement": "schedules",
     "Pass": "schedules",
-    "Pipeline": "pipeline",
+    "Pipeline": "pipelines",
     "Schedule": "schedules",
     "Shape": "schedules",
     "Task": "schedules",
-    "pipeline": "pipeline",
-    "schedules": "schedules",
+    "pipeline": "pipelines",
 }
 
 

@@ -326,7 +326,7 @@ interleaved = Schedule(
 )
 """1F1B with several stages on each slice, in turn: the bubble is as many times smaller."""
 
-schedules: Mapping[str, Schedule] = {s.name: s for s in (gpipe, one_forward_one_backward, interleaved, zero_bubble)}
+by_name: Mapping[str, Schedule] = {s.name: s for s in (gpipe, one_forward_one_backward, interleaved, zero_bubble)}
 """The schedules that have a name."""
 
 
@@ -336,6 +336,6 @@ def schedule_of(given: Schedule | str | Callable[[Task, Task], bool]) -> Schedul
         return given
     if callable(given):
         return Schedule(getattr(given, "__name__", "custom"), lambda first, second, shape: given(first, second))
-    if given not in schedules:
-        raise ProgramError(f"there is no schedule {given!r}: {', '.join(schedules)}, or a predicate of your own")
-    return schedules[given]
+    if given not in by_name:
+        raise ProgramError(f"there is no schedule {given!r}: {', '.join(by_name)}, or a predicate of your own")
+    return by_name[given]

@@ -188,9 +188,10 @@ class _Passes:
         except (TypeError, ValueError) as error:
             shapes = jax.tree.map(lambda x: jax.typeof(x).str_short(), args[-1])
             before = f"stage {number - 1} gives" if number else "it is given, beside the inputs,"
+            reason = str(error).partition("\n-----")[0]  # what JAX adds about tracebacks comes after
             raise ProgramError(
-                f"stage {number} of {self.pipeline.name} ({_name(self.pipeline.stages[number])}) does not take what "
-                f"{before} {shapes}: {error}"
+                f"stage {number} of {self.pipeline.name} ({self.pipeline.stages[number].name}) does not take what "
+                f"{before} {shapes}: {reason}"
             ) from error
 
     def pulled(self, number: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -249,17 +250,13 @@ class _Passes:
         stage = self.pipeline.stages[number]
 
         def placed(function: Callable[..., list[Any]], what: str) -> pw.Stage:
-            return pw.jit(stage.slice, in_specs=None, out_specs=None, name=f"{_name(stage)} {what}")(function)
+            return pw.jit(stage.slice, in_specs=None, out_specs=None, name=f"{stage.name} {what}")(function)
 
         return (parts, trees), placed(parts.first, "backward"), placed(parts.second, "weights")
 
 
 def _sum(first: Any, second: Any) -> Any:
     return first if jax.dtypes.float0 == first.dtype else first + second
-
-
-def _name(stage: pw.Stage) -> str:
-    return str(getattr(stage, "__name__", "stage"))
 
 
 def _picked(pipeline: Pipeline, params: Tree, tree: Any, count: int) -> list[Tree]:
