@@ -148,6 +148,14 @@ class Array(ArrayOperators):
             return f"failed: {error.message.splitlines()[0]}"
         return "ready" if self._run is None or self._run.done else "pending"
 
+    def cancel(self) -> None:
+        """Cancel the run that computes it, if that is not over. Whoever needs a result of the run, of this array's or
+        another's, gets `Cancelled`; what has begun on a device ends there first. Returns at once."""
+        self._check_deleted()
+        if self._run is not None and not self._run.done:
+            handle: Any = self._kind.binding.core.client
+            handle._cancel(self._run)
+
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def block_until_ready(self) -> Array:

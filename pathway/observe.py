@@ -9,8 +9,20 @@ from typing import Any
 import msgspec
 import trio
 
-from pathway.errors import ConnectError
-from pathway.transport.messages import Directory, Goodbye, Ping, StatusReply, StatusRequest
+from pathway.errors import ConnectError, PathwayError
+from pathway.transport.handshake import refusal_to_exception
+from pathway.transport.messages import (
+    AdminReply,
+    Directory,
+    DrainIsland,
+    Goodbye,
+    KillSession,
+    Ping,
+    Refused,
+    SetWeight,
+    StatusReply,
+    StatusRequest,
+)
 from pathway.transport.security import Identity
 from pathway.transport.sockets import Batch, Dealer, PeerGone, hello
 
@@ -53,6 +65,30 @@ async def fetch_status(address: str, timeout_s: float, identity: Identity | None
         with trio.move_on_after(timeout_s):
             return await observer.status()
     raise ConnectError(f"the scheduler at {address} did not tell its status within {timeout_s:g} s")
+
+
+async def give_order(
+    address: str, order: SetWeight | DrainIsland | KillSession, timeout_s: float, identity: Identity | None = None
+) -> str:
+    """Have the scheduler do what an administrator may order (with request number 1); what it says. Raises
+    `ConnectError`, and `PathwayError` where it cannot be done."""
+    link, _ = await Dealer.open(address, hello("admin"), identity=identity, timeout_s=timeout_s)
+    try:
+        link.post(order)
+        link.flush()
+        with trio.move_on_after(timeout_s):
+            while True:
+                for message in _messages(link, await link.receive_batch()):
+                    if isinstance(message, AdminReply):
+                        if message.error:
+                            raise PathwayError(message.error)
+                        return message.text
+                    if isinstance(message, Refused):
+                        raise refusal_to_exception(message)
+    finally:
+        link.post(Goodbye())
+        link.close()
+    raise ConnectError(f"the scheduler at {address} did not answer within {timeout_s:g} s")
 
 
 async def wait_for_islands(

@@ -22,9 +22,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _keygen(options)
     names = {field.name for field in dataclasses.fields(Settings)}
     settings = load_settings({name: value for name, value in vars(options).items() if name in names})
-    return {"scheduler": _scheduler, "worker": _worker, "up": _up, "status": _status}[options.command](
-        options, settings
+    commands = {"scheduler": _scheduler, "worker": _worker, "up": _up, "status": _status} | dict.fromkeys(
+        ("set-weight", "drain", "undrain", "kill"), _order
     )
+    return commands[options.command](options, settings)
 
 
 def _scheduler(options: argparse.Namespace, settings: Settings) -> int:
@@ -117,6 +118,26 @@ def _status(options: argparse.Namespace, settings: Settings) -> int:
         options.json,
         options.watch,
     )
+
+
+def _order(options: argparse.Namespace, settings: Settings) -> int:
+    """What needs an administrator's key, in a cluster with keys."""
+    import trio
+
+    from pathway.observe import give_order
+    from pathway.transport.messages import DrainIsland, KillSession, SetWeight
+
+    order: SetWeight | DrainIsland | KillSession
+    if options.command == "set-weight":
+        order = SetWeight(1, options.session, options.weight, options.priority)
+    elif options.command == "kill":
+        order = KillSession(1, options.session)
+    else:
+        order = DrainIsland(1, options.island, options.command == "drain")
+    keys = settings.key_paths("admin")
+    identity = keys.identity() if keys is not None else None
+    print(trio.run(give_order, settings.address, order, settings.connect_timeout_s, identity))
+    return 0
 
 
 def _keygen(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     _worker(commands)
     _up(commands)
     _status(commands)
+    _orders(commands)
     _keygen(commands)
     commands.add_parser("demo", help="train a digit classifier over two islands", add_help=False)  # has its own flags
     return parser
@@ -113,6 +114,43 @@ def _status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     parser.add_argument("--connect-timeout-s", type=float, metavar="S", help="how long to wait for an answer (10)")
     _common(parser)
+
+
+def _orders(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    weigh = commands.add_parser(
+        "set-weight",
+        help="change a session's share of devices",
+        description="Change a session's weight, and so its share of device time, from its next run on.",
+        epilog="example: pathway set-weight ann 4",
+    )
+    weigh.add_argument("session", metavar="SESSION", help="its name or number, as pathway status shows it")
+    weigh.add_argument("weight", type=float, metavar="WEIGHT", nargs="?", help="its share, beside those of the others")
+    weigh.add_argument("--priority", type=int, metavar="P", help="under the policy priority: higher goes first")
+    kill = commands.add_parser(
+        "kill",
+        help="end a session",
+        description="End a session at once: its runs are dropped and what it owns is freed.",
+        epilog="example: pathway kill ann",
+    )
+    kill.add_argument("session", metavar="SESSION", help="its name or number, as pathway status shows it")
+    drain = commands.add_parser(
+        "drain",
+        help="take an island out of use for maintenance",
+        description="Bind no more slices to an island, move those that are idle, and let the runs there end.",
+        epilog="example: pathway drain east     (and later: pathway undrain east)",
+    )
+    undrain = commands.add_parser(
+        "undrain",
+        help="take a drained island into use again",
+        description="Let an island that was drained take slices again.",
+        epilog="example: pathway undrain east",
+    )
+    for parser in (drain, undrain):
+        parser.add_argument("island", metavar="ISLAND")
+    for parser in (weigh, kill, drain, undrain):
+        parser.add_argument("--address", metavar="ADDRESS", help="the scheduler's address ($PATHWAY_ADDRESS)")
+        parser.add_argument("--connect-timeout-s", type=float, metavar="S", help="how long to wait for an answer (10)")
+        _common(parser)
 
 
 def _keygen(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

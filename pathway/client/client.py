@@ -40,6 +40,9 @@ class Client:
     A cluster with keys needs `keys`, a directory made by `pathway keygen`, or the files of one's own `key` and of the
     scheduler's public one, `scheduler_key` (or $PATHWAY_KEYS, $PATHWAY_KEY, $PATHWAY_SCHEDULER_KEY; docs/security.md).
 
+    `weight` is its share of device time beside those of other clients, `priority` its rank where the cluster goes by
+    priorities (docs/scheduling.md).
+
     Usable from any thread. Raises `ConnectError` where nobody listens: at once if the connection is refused, otherwise
     after `connect_timeout_s`.
     """
@@ -49,6 +52,8 @@ class Client:
         address: str,
         *,
         name: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
         keys: str | os.PathLike[str] | None = None,
         key: str | os.PathLike[str] | None = None,
@@ -58,7 +63,9 @@ class Client:
         given = {"keys": keys, "key": key, "scheduler_key": scheduler_key}
         paths = load_settings({what: path and os.fspath(path) for what, path in given.items()}).key_paths("client")
         identity = paths.identity() if paths is not None else None
-        self.connection = Connection(address, name or f"pid {os.getpid()}", connect_timeout_s, identity)
+        self.connection = Connection(
+            address, name or f"pid {os.getpid()}", connect_timeout_s, identity, weight, priority
+        )
         self.connection.open()
         self.core: ClientCore = self.connection.core
         self.core.client = self
@@ -105,14 +112,15 @@ class Client:
         shared: bool = False,
         memory: int | None = None,
         *,
+        wait: bool = True,
         timeout_s: float = DEFAULT_SLICE_TIMEOUT_S,
     ) -> Slice:
         """`n` devices of one island, in a mesh of named axes (by default one axis, `data`).
 
         Another island is taken than those of this client's other slices, if one is free; `island` and `platform`
         insist. `shared` allows devices that other slices have too. `memory` is how many bytes it needs on each device.
-        Waits up to `timeout_s` for an island to form and devices to be free; raises `SliceError`, which says what there
-        is.
+        Waits in line up to `timeout_s` for an island to form and devices to be free, or not at all for devices that
+        others hold where `wait` is False; raises `SliceError`, which says what there is, and who holds it.
         """
         self._check_open()
         axes = checked_mesh(n, mesh)
@@ -124,6 +132,7 @@ class Client:
                 platform=platform or "",
                 shared=shared,
                 memory_bytes=memory or 0,
+                wait=wait,
             )
             self.connection.send([state.request])
         if not state.answered.wait(timeout_s):
@@ -136,6 +145,10 @@ class Client:
     def _release_slice(self, state: SliceState) -> None:
         with self.core.lock:
             self.connection.send(self.core.release_slice(state))
+
+    def _cancel(self, run: Run) -> None:
+        with self.core.lock:
+            self.connection.send([m.CancelRun(run.number)])
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

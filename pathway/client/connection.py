@@ -35,10 +35,20 @@ class Connection:
     core: ClientCore
     peers: Peers
 
-    def __init__(self, address: str, name: str, connect_timeout_s: float, identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        connect_timeout_s: float,
+        identity: Identity | None = None,
+        weight: float = 0.0,
+        priority: int = 0,
+    ) -> None:
         self.address = address
         self._identity = identity
         self._name = name
+        self._weight = weight
+        self._priority = priority
         self._connect_timeout_s = connect_timeout_s
         self._dealer: ThreadSafeDealer | None = None
         self._token: trio.lowlevel.TrioToken | None = None
@@ -114,7 +124,7 @@ class Connection:
         try:
             dealer, welcome = await ThreadSafeDealer.open(
                 self.address,
-                hello("client", self._name),
+                hello("client", self._name, weight=self._weight, priority=self._priority),
                 identity=self._identity,
                 timeout_s=self._connect_timeout_s,
             )

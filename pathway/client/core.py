@@ -302,6 +302,7 @@ class ClientCore:
         platform: str = "",
         shared: bool = False,
         memory_bytes: int = 0,
+        wait: bool = True,
     ) -> SliceState:
         """A new slice; send its `request`. The answer ends `answered`."""
         taken = {s.binding.bound.island for s in self.slices.values() if s.binding is not None and not s.released}
@@ -314,7 +315,7 @@ class ClientCore:
             shared=shared,
             memory_bytes=memory_bytes,
             avoid=tuple(sorted(taken)),
-            wait=True,
+            wait=wait,
         )
         state = SliceState(request)
         if self.lost is not None:

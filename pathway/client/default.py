@@ -43,6 +43,8 @@ def connect(
     *,
     islands: int | Mapping[str, Mapping[str, Any]] | None = None,
     name: str = "",
+    weight: float = 1.0,
+    priority: int = 0,
     connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     preload: Sequence[str] = (),
     keys: str | os.PathLike[str] | None = None,
@@ -54,7 +56,7 @@ def connect(
     Without an address, and without `$PATHWAY_ADDRESS`, a cluster is started on this machine and stopped with the
     program: two islands of four CPU devices, or what `islands` says: a number of such islands, or
     `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4}}` (devices are per host). `preload` names modules that
-    its executors import, for FFI targets. `keys`, `key` and `scheduler_key`: see `Client`.
+    its executors import, for FFI targets. `weight`, `priority`, `keys`, `key` and `scheduler_key`: see `Client`.
     """
     global _default
     with _lock:
@@ -66,6 +68,8 @@ def connect(
         address = address or os.environ.get(ADDRESS_VARIABLE)
         options = {
             "name": name,
+            "weight": weight,
+            "priority": priority,
             "connect_timeout_s": connect_timeout_s,
             "keys": keys,
             "key": key,
@@ -115,10 +119,11 @@ def slice(
     shared: bool = False,
     memory: int | None = None,
     *,
+    wait: bool = True,
     timeout_s: float = DEFAULT_SLICE_TIMEOUT_S,
 ) -> Slice:
     """See `Client.slice`: of the default client."""
-    return default_client().slice(n, mesh, island, platform, shared, memory, timeout_s=timeout_s)
+    return default_client().slice(n, mesh, island, platform, shared, memory, wait=wait, timeout_s=timeout_s)
 
 
 def put(tree: Any, slice: Slice, specs: Any = None) -> Any:

@@ -165,7 +165,7 @@ class Clients:
         held = session.slices.get(message.slice)
         if held is not None:  # sent again after a resume
             if held.island and self.cluster.islands[held.island].lane is not None:
-                session.tell(self._bound(held), now, self._lease_s, out)
+                self.tell_bound(session, held, now, out)
             return
         reason = why_invalid(message) or self.ending
         if reason:
@@ -181,7 +181,7 @@ class Clients:
         key = (session.id, wanted.request.slice)
         if refusal is None:
             self.waiting_slices.pop(key, None)
-            session.tell(self._bound(wanted), now, self._lease_s, out)
+            self.tell_bound(session, wanted, now, out)
         elif refusal.final:
             self.waiting_slices.pop(key, None)
             del session.slices[wanted.request.slice]
@@ -194,6 +194,10 @@ class Clients:
         """Something has changed: look at the slices that wait, in the order in which they came."""
         for wanted in list(self.waiting_slices.values()):
             self._bind_or_wait(self.sessions[wanted.session], wanted, now, out)
+
+    def tell_bound(self, session: Session, held: Slice, now: float, out: list[Instruction]) -> None:
+        """Tell the client where its slice is."""
+        session.tell(self._bound(held), now, self._lease_s, out)
 
     def _bound(self, held: Slice) -> m.SliceBound:
         island = self.cluster.islands[held.island]
@@ -254,6 +258,7 @@ class Clients:
         if message.run <= session.last_run:
             return  # N-3
         session.last_run = message.run
+        session.active_at = now
         plan = session.plans.get(message.plan)
         error: ErrorInfo | None = None
         if plan is None:
@@ -300,6 +305,7 @@ class Clients:
 
     def _put_buffer(self, peer: Peer, message: m.PutBuffer, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
+        session.active_at = now
         lane = self.cluster.lane(message.island, message.incarnation)
         if lane is not None:
             reach = {message.island: frozenset(message.layout.devices)}
@@ -361,7 +367,7 @@ class Clients:
         for held in sorted(held_here, key=lambda held: (held.since, held.session, held.request.slice)):
             session = self.sessions[held.session]
             if self.binder.still_fits(held, island):
-                session.tell(self._bound(held), now, self._lease_s, out)
+                self.tell_bound(session, held, now, out)
             else:
                 self.binder.release(held)
                 held.reason = f"island {island.name} came back with other devices"

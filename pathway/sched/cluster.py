@@ -62,6 +62,7 @@ class Island:
     cause: str = ""  # why it was lost last
     losses: int = 0  # in a row, without a long life between them
     rests_until: float = 0.0
+    drained: bool = False  # by an administrator: no slice is bound to it
 
     @property
     def devices(self) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.sched import status
+from pathway.sched.admin import Admin
 from pathway.sched.clients import Clients, Limits, TokenOf
 from pathway.sched.cluster import Cluster, ClusterSettings, Island
 from pathway.sched.events import (
@@ -83,6 +84,7 @@ class SchedulerCore:
             settings.policy,
         )
         self.peers = Peers(settings.peers, self.timers, self)
+        self.admin = Admin(self.cluster, self.clients, self.peers)
         self.access: m.AccessList | None = None
         self.stopped = False
         self._stop_workers = False
@@ -98,7 +100,7 @@ class SchedulerCore:
                 m.ExecutorReport: self._executor_report,
                 m.ExecutorReady: self._executor_ready,
             },
-            "admin": {m.StatusRequest: self._status_request},
+            "admin": self.admin.handlers | {m.StatusRequest: self._status_request},
             "observer": {m.StatusRequest: self._status_request},
         }
         for handlers in self._handlers.values():
@@ -233,6 +235,7 @@ class SchedulerCore:
     def _executor_report(self, peer: Peer, message: m.ExecutorReport, now: float, out: list[Instruction]) -> None:
         if peer.lane is not None:
             peer.lane.report = message
+            self.admin.move_idle(self.cluster.islands[peer.lane.island], now, out)
 
     def _parts_finished(self, peer: Peer, message: m.PartsFinished, now: float, out: list[Instruction]) -> None:
         if peer.lane is not None:

@@ -40,6 +40,7 @@ class Session:
     """`peer` is None while its connection is broken, since `detached_at`."""
 
     __slots__ = (
+        "active_at",
         "computations",
         "detached_at",
         "finished",
@@ -66,6 +67,7 @@ class Session:
         self.public_key = public_key  # who opened it, and who alone can resume it (N-1)
         self.peer: PeerKey | None = peer
         self.opened_at = now
+        self.active_at = now  # when it last started a run or put a buffer
         self.detached_at = 0.0
         self.slices: dict[int, Slice] = {}
         self.plans: dict[int, Plan] = {}

@@ -55,7 +55,7 @@ class SliceBinder:
             return Refusal(self._what_there_is(request), final=not grace)
         best: tuple[tuple[bool, float, str], Island, tuple[int, ...]] | None = None
         for island in fitting:
-            if island.state is not State.FORMED:
+            if island.state is not State.FORMED or island.drained:
                 continue
             held = self.holders.get(island.name, {})
             devices = self._choose(island, request)
@@ -67,12 +67,17 @@ class SliceBinder:
         if best is not None:
             self.hold(wanted, best[1].name, best[2])
             return None
-        coming = [island for island in fitting if island.state is not State.FORMED]
+        coming = [island for island in fitting if island.state is not State.FORMED and not island.drained]
         if coming:
             reasons = "; ".join(f"island {island.name} {island.reason(now)}" for island in coming)
             return Refusal(reasons, final=False)
+        drained = [island.name for island in fitting if island.drained]
+        if drained:
+            return Refusal(
+                f"{self._who_holds(request, fitting)}; drained: {', '.join(drained)}", final=not request.wait
+            )
         blocking = {
-            holder for island in fitting for holders in self.holders[island.name].values() for holder in holders
+            holder for island in fitting for holders in self.holders.get(island.name, {}).values() for holder in holders
         }
         own = all(holder.session == wanted.session for holder in blocking)
         return Refusal(self._who_holds(request, fitting), final=own or not request.wait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from pathway.sched.cluster import Island
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from pathway.sched.core import SchedulerCore
 
 
+RUNS_SHOWN = 20
+"""Of each session: a client may have ten thousand under way, and all wait for the first of them."""
+
+
 def waits(core: SchedulerCore, now: float) -> list[Wait]:
     found = []
     for island in core.cluster.islands.values():
@@ -23,9 +28,12 @@ def waits(core: SchedulerCore, now: float) -> list[Wait]:
     for held in core.clients.waiting_slices.values():
         found.append(Wait(held.who, held.reason, held.request.island, now - held.since))
     for session in core.clients.sessions.values():
-        for run in session.runs.values():
+        for run in itertools.islice(session.runs.values(), RUNS_SHOWN):
             reason, on = core.clients.lanes.reason(run)
             found.append(Wait(f"run {run.number} of session {session.name}", reason, on, now - run.since))
+        if len(session.runs) > RUNS_SHOWN:
+            more = len(session.runs) - RUNS_SHOWN
+            found.append(Wait(f"{more} more runs of session {session.name}", "those before them", "", 0.0))
     for island in core.cluster.islands.values():
         if island.lane is not None and island.lane.report is not None:
             for session_id, number, reason, since_s in island.lane.report.waits:
@@ -40,6 +48,7 @@ def status(core: SchedulerCore, now: float) -> dict[str, Any]:
         "version": __version__,
         "uptime_s": round(now - core.started_at, 3),
         "state": core.clients.ending or "running",
+        "policy": core.settings.policy.name,
         "islands": [_island(core, island, now) for island in core.cluster.islands.values()],
         "sessions": [_session(core, session, now) for session in core.clients.sessions.values()],
         "slices": [
@@ -94,6 +103,7 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
         "in_flight": len(lane.running) if lane else 0,
         "queued": len(lane.queue) if lane else 0,
         "credits": core.settings.credits,
+        "drained": island.drained,
         "buffers": sum(buffers for _, buffers, _ in report.bytes_by_session) if report else 0,
         "bytes": sum(size for _, _, size in report.bytes_by_session) if report else 0,
         "busy_us": report.busy_us if report else 0,
@@ -101,7 +111,9 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
 
 
 def _session(core: SchedulerCore, session: Session, now: float) -> dict[str, Any]:
-    reports = [island.lane.report for island in core.cluster.islands.values() if island.lane and island.lane.report]
+    islands = core.cluster.islands.values()
+    tenant = core.clients.lanes.tenant(session.id)
+    reports = [island.lane.report for island in islands if island.lane and island.lane.report]
     held = [entry for report in reports for entry in report.bytes_by_session if entry[0] == session.id]
     return {
         "session": f"{session.id:x}",
@@ -112,6 +124,9 @@ def _session(core: SchedulerCore, session: Session, now: float) -> dict[str, Any
         "plans": len(session.plans),
         "runs": len(session.runs),
         "runs_submitted": session.last_run,
+        "weight": tenant.weight,
+        "priority": tenant.priority,
+        "device_us": int(sum(island.lane.busy_us.get(session.id, 0.0) for island in islands if island.lane)),
         "buffers": sum(buffers for _, buffers, _ in held),
         "bytes": sum(size for _, _, size in held),
     }
