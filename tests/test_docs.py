@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,14 @@ def connected(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("connected")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {"__name__": page.stem}
+def test_the_python_of_a_page_runs(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = types.ModuleType(f"page_{page.stem}")  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for line, block in blocks(page, "python"):
         # Blank lines in front: a traceback names the line of the page.
-        exec(compile("\n" * line + block, str(page), "exec"), names)
+        exec(compile("\n" * line + block, str(page), "exec"), module.__dict__)
     if page.name == "README.md":
         right = float(re.search(r"([\d.]+)% of 360", capsys.readouterr().out).group(1))  # type: ignore[union-attr]
         assert right > 95
