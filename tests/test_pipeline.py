@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pathway as pw
 from pathway.dataflow.plan import Execute
-from pathway.programs import Schedule, Task, pipeline
+from pathway.programs import Schedule, Task, pipeline, sequential_stages, split_layers
 from pathway.programs.schedules import by_name
 from pathway.programs.splitting import split
 
@@ -297,6 +297,44 @@ class TestBadInput:
         stage = pw.jit(slices[0])(block)
         with pytest.raises(pw.ProgramError, match="the schedule odd waits for itself"):
             pipeline([stage], mean_square, microbatches=2, schedule=Schedule("odd", lambda first, second, shape: True))
+
+
+class TestLayers:
+    def test_cuts_by_number_name_and_cost(self) -> None:
+        layers = ["embed", "a", "b", "c", "head"]
+        assert split_layers(layers, at=[1, 4]) == [["embed"], ["a", "b", "c"], ["head"]]
+        assert split_layers(layers, at=["c"]) == [["embed", "a", "b"], ["c", "head"]]
+        assert split_layers(layers, stages=2, costs=[9, 1, 1, 1, 9]) == [["embed", "a"], ["b", "c", "head"]]
+        assert split_layers(layers, stages=5) == [[layer] for layer in layers]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({}, "either"),
+            ({"stages": 3}, "2 layers cannot be cut into 3"),
+            ({"at": ["x"]}, "no layer 'x' among a, b"),
+            ({"at": [0]}, "consecutive and full"),
+            ({"at": [2]}, "consecutive and full"),
+        ],
+    )
+    def test_cuts_that_cannot_be(self, options: Any, message: str) -> None:
+        with pytest.raises(pw.ProgramError, match=message):
+            split_layers(["a", "b"], **options)
+
+    def test_a_sequential_module(self) -> None:
+        nn = pytest.importorskip("flax.linen")
+        model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(4), nn.Dense(3)])
+        x = np.ones((2, 5), np.float32)
+        variables = model.init(jax.random.key(0), x)
+        for options in ({"stages": 2}, {"at": ["layers_1", "layers_3"]}):
+            functions, parts = sequential_stages(model, variables, **options)
+            y: Any = x
+            for function, params in zip(functions, parts, strict=True):
+                y = function(params, y)
+            same(y, model.apply(variables, x))
+            assert sum(leaf.size for leaf in jax.tree.leaves(parts)) == sum(
+                leaf.size for leaf in jax.tree.leaves(variables)
+            )
 
 
 def test_the_two_halves_of_a_backward_pass_share_no_work() -> None:

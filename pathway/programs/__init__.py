@@ -9,10 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathway.programs.layers import sequential_stages, split_layers
     from pathway.programs.pipelines import Pipeline, pipeline
     from pathway.programs.schedules import Arrangement, Pass, Schedule, Shape, Task
 
-__all__ = ["Arrangement", "Pass", "Pipeline", "Schedule", "Shape", "Task", "pipeline"]
+__all__ = [
+    "Arrangement",
+    "Pass",
+    "Pipeline",
+    "Schedule",
+    "Shape",
+    "Task",
+    "pipeline",
+    "sequential_stages",
+    "split_layers",
+]
 
 _HOME = {
     "Arrangement": "schedules",
@@ -22,6 +33,8 @@ _HOME = {
     "Shape": "schedules",
     "Task": "schedules",
     "pipeline": "pipelines",
+    "sequential_stages": "layers",
+    "split_layers": "layers",
 }
 
 

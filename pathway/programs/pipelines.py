@@ -136,6 +136,10 @@ class _Passes:
         self.rest: dict[tuple[int, int], Callable[[], Tree]] = {}
         self.losses: list[Any] = []
         self.gradients: list[Tree] = [None] * len(pipeline.stages)
+        self.sums: dict[int, list[Any]] = {}
+        self.backwards: dict[int, pw.Stage] = {}
+        self.of_params: dict[int, Callable[[Sequence[Any]], Tree]] = {}
+        self.of_inputs: dict[int, Callable[[Sequence[Any]], Tree]] = {}
         self.splits: dict[int, tuple[Any, pw.Stage, pw.Stage]] = {}
 
     def run(self, order: Sequence[Task]) -> tuple[Any, Tree]:
@@ -169,17 +173,19 @@ class _Passes:
     def backward(self, number: int, microbatch: int) -> None:
         at = (number, microbatch)
         pullback, cotangent = self.pullbacks.pop(at), self.cotangents.pop(at)
-        if number == 0:  # nobody waits for it: its backward pass is not worth splitting
-            self.add(number, pullback(cotangent)[0])
-        elif self.pipeline.schedule.splits_backward:
+        if number and self.pipeline.schedule.splits_backward:
             self.cotangents[number - 1, microbatch], self.rest[at] = self.split(number, pullback, cotangent)
-        else:
-            gradient, self.cotangents[number - 1, microbatch] = pullback(cotangent)
-            self.add(number, gradient)
+            return
+        # Of the first stage nobody waits for the backward pass, which is therefore not worth splitting.
+        of_input = self.pulled_back(number, pullback, cotangent)
+        if number:
+            self.cotangents[number - 1, microbatch] = of_input
 
     def weights(self, number: int, microbatch: int) -> None:
-        if number:
-            self.add(number, self.rest.pop((number, microbatch))())
+        if not number:
+            return
+        gradient, before = self.rest.pop((number, microbatch))(), self.gradients[number]
+        self.gradients[number] = gradient if before is None else jax.tree.map(_sum, before, gradient)
 
     def called(self, number: int, function: Callable[..., Any], *args: Any) -> Any:
         """A call of a stage, with a clear error where it does not take what the one before it gives."""
@@ -199,9 +205,32 @@ class _Passes:
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
-    def add(self, number: int, gradient: Tree) -> None:
-        before = self.gradients[number]
-        self.gradients[number] = gradient if before is None else jax.tree.map(_sum, before, gradient)
+    def pulled_back(self, number: int, pullback: Any, cotangent: Tree) -> Tree:
+        """Adds the gradient of the stage's parameters to the sum. Returns that of its input (of the first stage, None).
+
+        The sum is made in the backward pass's own computation: outside, it would be one more."""
+        residuals, tree = jax.tree.flatten(pullback)
+        given, nothing = _without_float0(cotangent)
+        if number not in self.backwards:
+
+            def backward(residuals: Sequence[Any], given: Sequence[Any], sums: Sequence[Any] | None) -> Any:
+                gradient, *of_input = tree.unflatten(residuals)(nothing(given))
+                leaves, self.of_params[number] = _without_float0(gradient)
+                inputs, self.of_inputs[number] = _without_float0(of_input)
+                return leaves if sums is None else [a + b for a, b in zip(sums, leaves, strict=True)], inputs
+
+            self.backwards[number] = self.placed(number, backward, "")
+        with jax.named_scope("transpose(pipeline)"):  # so autodiff itself marks its backward passes
+            sums, inputs = self.backwards[number](residuals, given, self.sums.get(number))
+        self.sums[number] = sums
+        self.gradients[number] = self.of_params[number](sums)
+        of_input = self.of_inputs[number](inputs)
+        return of_input[0] if of_input else None
+
+    def placed(self, number: int, function: Callable[..., Any], what: str) -> pw.Stage:
+        """A part of a stage's backward pass, on the stage's slice."""
+        stage = self.pipeline.stages[number]
+        return pw.jit(stage.slice, in_specs=None, out_specs=None, name=f"{stage.name}{what}")(function)
 
     def summed(self) -> list[Any]:
         """The gradient of every leaf. Of equal operands the last decides where a sum is made, so the first stage that
@@ -226,7 +255,8 @@ class _Passes:
         if number not in self.splits:
             self.splits[number] = self.make_split(number, tree, shape, arguments, len(residuals))
         (parts, trees), first, second = self.splits[number]
-        results = first(*arguments)
+        with jax.named_scope("transpose(pipeline)"):
+            results = first(*arguments)
         input_gradient = trees[0].unflatten(results[: parts.first_results])
         handed_on = results[parts.first_results :]
         return input_gradient, lambda: trees[1].unflatten(second(*arguments, *handed_on))
@@ -247,12 +277,21 @@ class _Passes:
                 "among its parameters, or takes some from the stage before"
             )
         parts: SplitBackward = split(backward, arguments, trees[0].num_leaves)
-        stage = self.pipeline.stages[number]
+        first, second = self.placed(number, parts.first, ""), self.placed(number, parts.second, " weights")
+        return (parts, trees), first, second
 
-        def placed(function: Callable[..., list[Any]], what: str) -> pw.Stage:
-            return pw.jit(stage.slice, in_specs=None, out_specs=None, name=f"{stage.name} {what}")(function)
 
-        return (parts, trees), placed(parts.first, "backward"), placed(parts.second, "weights")
+def _without_float0(tree: Tree) -> tuple[list[Any], Callable[[Sequence[Any]], Tree]]:
+    """The leaves that are arrays, and how the tree is made of them: the cotangents of integers are no arrays, and do
+    not enter computations."""
+    leaves, structure = jax.tree.flatten(tree)
+    known = [leaf if leaf.dtype == jax.dtypes.float0 else None for leaf in leaves]
+
+    def whole(arrays: Sequence[Any]) -> Tree:
+        rest = iter(arrays)
+        return structure.unflatten([next(rest) if leaf is None else leaf for leaf in known])
+
+    return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0], whole
 
 
 def _sum(first: Any, second: Any) -> Any:
