@@ -20,13 +20,14 @@ from pathway.dataflow.xla_program import ProgramReport, XlaProgram
 from pathway.errors import CompileError
 from pathway.executor.backend import Backend, Compiled
 from pathway.executor.programs import dtype_of_element
+from tests.executor_tools import shared_backend
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="compares with the CPU")
 
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    return Backend("cpu", jax.device_count())
+    return shared_backend()
 
 
 def program(
