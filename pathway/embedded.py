@@ -120,6 +120,7 @@ class LocalCluster:
         self.scheduler: Child | None = None
         self.workers: dict[tuple[str, int], Child] = {}
         """By island and host."""
+        self.proxy: Child | None = None
         self._preload = tuple(preload)
         self._environment = environment
         self._identity = identity
@@ -152,6 +153,20 @@ class LocalCluster:
         child = self.workers[island, host] = self._start(arguments)
         return child
 
+    def start_proxy(self, bind: str = "127.0.0.1:0", *arguments: str) -> str:
+        """Start `pathway proxy` beside the rest; its address, for JAX_BACKEND_TARGET."""
+        reading, writing = os.pipe()
+        try:
+            command = ["proxy", "--scheduler", self.address, "--bind", bind, "--report-fd", str(writing), *arguments]
+            self.proxy = self._start(command, pass_fds=(writing,))
+        finally:
+            os.close(writing)
+        with os.fdopen(reading) as report:
+            address = report.read()
+        if not address:
+            raise ConnectError(f"the proxy did not start: {self.what_ended() or 'it says no address'}")
+        return address
+
     def _start(self, arguments: Sequence[str], **options: Any) -> Child:
         command = [sys.executable, "-m", "pathway", *arguments]
         return Child(command, self._environment, stdout=subprocess.DEVNULL, **options)
@@ -172,7 +187,7 @@ class LocalCluster:
 
     def what_ended(self) -> str:
         """A child that should run and does not, in words; "" if all do."""
-        children = {"the scheduler": self.scheduler} | {
+        children = {"the scheduler": self.scheduler, "the proxy": self.proxy} | {
             f"the worker of host {host} of island {island}": child for (island, host), child in self.workers.items()
         }
         for name, child in children.items():
@@ -190,6 +205,8 @@ class LocalCluster:
         with self._stopping:
             workers, self.workers = list(self.workers.values()), {}
             scheduler, self.scheduler = self.scheduler, None
+            proxy, self.proxy = self.proxy, None
+            end_children([proxy] if proxy is not None else [], WORKERS_GRACE_S)
             end_children(workers, WORKERS_GRACE_S)
             end_children([scheduler] if scheduler is not None else [], SCHEDULER_GRACE_S)
         atexit.unregister(self.stop)

@@ -22,9 +22,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _keygen(options)
     names = {field.name for field in dataclasses.fields(Settings)}
     settings = load_settings({name: value for name, value in vars(options).items() if name in names})
-    commands = {"scheduler": _scheduler, "worker": _worker, "up": _up, "status": _status} | dict.fromkeys(
-        ("set-weight", "drain", "undrain", "kill"), _order
-    )
+    commands = {
+        "scheduler": _scheduler,
+        "worker": _worker,
+        "up": _up,
+        "proxy": _proxy,
+        "status": _status,
+    } | dict.fromkeys(("set-weight", "drain", "undrain", "kill"), _order)
     return commands[options.command](options, settings)
 
 
@@ -95,12 +99,42 @@ def _up(options: argparse.Namespace, settings: Settings) -> int:
         print(f"  {cluster.address}")
         argument, flag = (f", keys={settings.keys!r}", f" --keys {settings.keys}") if settings.keys else ("", "")
         print(f"connect with   pathway.connect({cluster.address!r}{argument})   or   PATHWAY_ADDRESS={cluster.address}")
+        if options.proxy:
+            proxy = cluster.start_proxy(options.proxy)
+            print(f"unchanged JAX  JAX_PLATFORMS=proxy JAX_BACKEND_TARGET={proxy} \\")
+            print("               IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true python program.py")
         print(f"look at it     pathway status --address {cluster.address}{flag}")
         print("Ctrl-C stops it", flush=True)
         while not stop.wait(1.0):
             if ended := cluster.what_ended():
                 print(f"pathway up: {ended}", file=sys.stderr)
                 return 1
+    return 0
+
+
+def _proxy(options: argparse.Namespace, settings: Settings) -> int:
+    from pathway.processes import become_child
+
+    become_child(options.parent_fd, signal.SIGTERM)
+    try:
+        from pathway.proxy.daemon import check_bind, serve
+    except ImportError as error:
+        print(
+            f"pathway proxy needs the packages of the extra: pip install pathway-jax[proxy] ({error})", file=sys.stderr
+        )
+        return 1
+    from pathway import logs
+
+    logs.configure(settings.log_format, settings.log_level, process="proxy")
+    keys = settings.key_paths("client")
+    serve(
+        options.scheduler or settings.address,
+        check_bind(options.proxy_bind),
+        keys.identity() if keys is not None else None,
+        options.transfer_directory,
+        settings.insecure,
+        options.report_fd,
+    )
     return 0
 
 

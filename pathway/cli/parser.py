@@ -23,6 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     _scheduler(commands)
     _worker(commands)
     _up(commands)
+    _proxy(commands)
     _status(commands)
     _orders(commands)
     _keygen(commands)
@@ -98,8 +99,40 @@ def _up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--platform", default="cpu", metavar="P", help="JAX's name for them (cpu)")
     parser.add_argument("--preload", action="append", default=[], metavar="MODULE", help="import it in executors")
     parser.add_argument("--bind", metavar="ADDRESS", help="where the scheduler listens (tcp://127.0.0.1:7777)")
+    parser.add_argument(
+        "--proxy", nargs="?", const="127.0.0.1:29000", metavar="HOST:PORT",
+        help="also serve unchanged JAX programs there (127.0.0.1:29000; docs/proxy.md)",
+    )  # fmt: skip
     _insecure(parser)
     _common(parser, own_key=False)
+
+
+def _proxy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "proxy",
+        help="let unchanged JAX programs use the cluster",
+        description="Serve the IFRT proxy protocol: JAX programs run on the cluster with JAX_PLATFORMS=proxy and "
+        "JAX_BACKEND_TARGET=grpc://HOST:29000 (docs/proxy.md).",
+        epilog="example: pathway proxy --scheduler tcp://127.0.0.1:7777 --bind 127.0.0.1:29000",
+    )
+    parser.add_argument("--scheduler", metavar="ADDRESS", help="the scheduler's address ($PATHWAY_ADDRESS)")
+    parser.add_argument(
+        "--bind",
+        dest="proxy_bind",
+        default="127.0.0.1:29000",
+        metavar="HOST:PORT",
+        help="where to listen (127.0.0.1:29000)",
+    )
+    parser.add_argument(
+        "--transfer-directory",
+        default="",
+        metavar="DIR",
+        help="where clients of this machine may leave large host buffers",
+    )
+    parser.add_argument("--report-fd", type=int, default=-1, metavar="N", help="write the address to this descriptor")
+    _insecure(parser)
+    _common(parser)
+    _child(parser)
 
 
 def _status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

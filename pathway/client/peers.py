@@ -62,9 +62,10 @@ class Peers:
 
     # -- from users' threads ------------------------------------------------------------------------------------------
 
-    def fetch(self, kind: ArrayKind, buffer: int) -> ArrayFetch:
-        """Ask for every distinct region of a buffer once, of several hosts together where they share the work."""
-        fetch = ArrayFetch(kind)
+    def fetch(self, kind: ArrayKind, buffer: int, fetch: ArrayFetch | None = None) -> ArrayFetch:
+        """Ask for every distinct region of a buffer once, of several hosts together where they share the work. `fetch`
+        takes what comes, if an ordinary one will not do."""
+        fetch = ArrayFetch(kind) if fetch is None else fetch
         if fetch.done:
             return fetch
         for host, devices in kind.fetch_from():

@@ -236,7 +236,7 @@ class Backend:
             array, where = sources[device]
             held = [index for index in where.devices if index in self.local]
             shards.append(array.addressable_data(held.index(device)))
-        return jax.make_array_from_single_device_arrays(
+        return jax.make_array_from_single_device_arrays(  # type: ignore[no-any-return]
             layout.aval.shape,
             self._named(layout.sharding, layout.devices, layout.memory),
             shards,

@@ -38,7 +38,7 @@ def read_files(texts: Mapping[str, str]) -> list[pb.FileDescriptorProto]:
             for field in message.field:
                 if field.type == _UNRESOLVED:
                     field.type_name = _resolve(field.type_name, scope, kinds)
-                    field.type = kinds[field.type_name]  # type: ignore[assignment]
+                    field.type = kinds[field.type_name]
         for service in file.service:
             for method in service.method:
                 method.input_type = _resolve(method.input_type, f".{file.package}", kinds)

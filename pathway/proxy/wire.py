@@ -27,9 +27,9 @@ def _pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
     any_file = descriptor_pb2.FileDescriptorProto()
     any_pb2.DESCRIPTOR.CopyToProto(any_file)
-    pool.Add(any_file)  # type: ignore[no-untyped-call]
+    pool.Add(any_file)
     for file in descriptors():
-        pool.Add(file)  # type: ignore[no-untyped-call]
+        pool.Add(file)
     return pool
 
 
@@ -38,7 +38,7 @@ _POOL = _pool()
 
 def message(name: str) -> Any:
     """The class of a message, by its full name."""
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))  # type: ignore[no-untyped-call]
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
 
 
 def _proxy(name: str) -> Any:
