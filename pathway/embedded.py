@@ -120,7 +120,7 @@ class LocalCluster:
         self.scheduler: Child | None = None
         self.workers: dict[tuple[str, int], Child] = {}
         """By island and host."""
-        self.proxy: Child | None = None
+        self.proxies: list[Child] = []
         self._preload = tuple(preload)
         self._environment = environment
         self._identity = identity
@@ -158,7 +158,7 @@ class LocalCluster:
         reading, writing = os.pipe()
         try:
             command = ["proxy", "--scheduler", self.address, "--bind", bind, "--report-fd", str(writing), *arguments]
-            self.proxy = self._start(command, pass_fds=(writing,))
+            self.proxies.append(self._start(command, pass_fds=(writing,)))
         finally:
             os.close(writing)
         with os.fdopen(reading) as report:
@@ -187,7 +187,7 @@ class LocalCluster:
 
     def what_ended(self) -> str:
         """A child that should run and does not, in words; "" if all do."""
-        children = {"the scheduler": self.scheduler, "the proxy": self.proxy} | {
+        children = {"the scheduler": self.scheduler, "the proxy": self.proxies[-1] if self.proxies else None} | {
             f"the worker of host {host} of island {island}": child for (island, host), child in self.workers.items()
         }
         for name, child in children.items():
@@ -205,8 +205,8 @@ class LocalCluster:
         with self._stopping:
             workers, self.workers = list(self.workers.values()), {}
             scheduler, self.scheduler = self.scheduler, None
-            proxy, self.proxy = self.proxy, None
-            end_children([proxy] if proxy is not None else [], WORKERS_GRACE_S)
+            proxies, self.proxies = self.proxies, []
+            end_children(proxies, WORKERS_GRACE_S)
             end_children(workers, WORKERS_GRACE_S)
             end_children([scheduler] if scheduler is not None else [], SCHEDULER_GRACE_S)
         atexit.unregister(self.stop)

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from pathway.testing.cluster import ClusterUnderTest, local_cluster
+from tests.proxy_client import client_environment
 from tests.proxy_programs import PROGRAMS
 
 ROOT = Path(__file__).parents[1]
@@ -30,21 +31,6 @@ CANNOT_WORK = {
 
 NOT_TO_THE_LAST_BIT = {"a training step with FSDP shardings"}
 """Reductions over hosts add in another order."""
-
-
-def client_environment(proxy: str, tmp: Path) -> dict[str, str]:
-    """The environment in which a JAX program uses the proxy. JAX finds the plugin of an installed Pathway by its entry
-    point, and the one in this tree by this namespace package."""
-    plugins = tmp / "plugins" / "jax_plugins"
-    plugins.mkdir(parents=True, exist_ok=True)
-    (plugins / "pathway_proxy.py").write_text("from pathway.jax_plugin import initialize\n")
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "proxy,cpu",
-        "JAX_BACKEND_TARGET": proxy,
-        "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(plugins.parent)]),
-    }
 
 
 def run_programs(environment: dict[str, str], results: Path, timeout_s: float = 240) -> dict[str, Any]:
