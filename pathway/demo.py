@@ -221,16 +221,16 @@ def train(trainer: Trainer, digits: Digits, epochs: int, console: Console) -> tu
         def run(first: int, last: int) -> None:
             for number in range(first, last):
                 losses.append(trainer.step(*batches[number]))
-                if (number + 1) % per_epoch == 0:
+                if (number + 1) % per_epoch == 0 and number + 1 < len(batches):
                     rights.append(trainer.start_evaluation(digits))
                 show_until(STEPS_IN_FLIGHT)
             show_until(0)
+            jax.block_until_ready(trainer.params)  # a loss is known before its step has ended
 
         run(0, len(batches) - RECORDED_STEPS)
         with pw.record_steps() as recording:
             run(len(batches) - RECORDED_STEPS, len(batches))
-            jax.block_until_ready(trainer.params)  # a loss is known before its step has ended
-        accuracy = float(rights[-1]) / held_out
+        accuracy = float(trainer.start_evaluation(digits)) / held_out
         progress.update(task, accuracy=f"held out {accuracy:.2%}")
     return accuracy, recording
 
