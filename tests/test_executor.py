@@ -119,8 +119,7 @@ class Client:
 
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
-        token = trio.lowlevel.current_trio_token()
-        self.bulk = BulkLink(dealer.post, dealer.send_with_blob, token.run_sync_soon)
+        self.bulk = BulkLink(dealer.post, dealer.send_with_blob)
         self.shards: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
         self.others: list[Any] = []
         self.requests = 0

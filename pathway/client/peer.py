@@ -123,7 +123,6 @@ class Peer:
         bulk = self.bulk = BulkLink(
             dealer.send,
             dealer.send_with_blob,
-            self._in_own_thread,
             memory,
             dealer_end(introduction),
             router_end(self.where),
@@ -146,13 +145,6 @@ class Peer:
             with self._bulk_lock:
                 bulk.close()
             dealer.close()
-
-    def _in_own_thread(self, callback: Callable[[], None]) -> None:
-        self._soon(self._locked, callback)
-
-    def _locked(self, callback: Callable[[], None]) -> None:
-        with self._bulk_lock:
-            callback()
 
     def _opened(self, dealer: ThreadSafeDealer) -> None:
         with self._lock:

@@ -99,10 +99,8 @@ class Executor:
         self._compiler = Compiler(backend, self._outbox)
         self._memory = TransferMemory(share=settings.shared_memory)
         self._damaged_transfers = 0
-        self._peers = PeerSocket(self, host, settings.peer_host, gate, self._outbox.put, self._memory)
-        self._links = PeerLinks(
-            nursery, self._peers.own_hello, self._outbox.put, self._memory, settings.identity
-        )  # fmt: skip
+        self._peers = PeerSocket(self, host, settings.peer_host, gate, self._memory)
+        self._links = PeerLinks(nursery, self._peers.own_hello, self._memory, settings.identity)
         self._edges = EdgeArrivals(backend, self._edge_arrived, self._store.is_closed)
         self._puts = PutArrivals(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
         self._assemblies = Assemblies(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))

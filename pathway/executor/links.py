@@ -15,7 +15,7 @@ import trio
 
 from pathway.errors import ConnectError, PathwayError
 from pathway.transport import messages as m
-from pathway.transport.bulk import HostBytes, InOwnThread
+from pathway.transport.bulk import HostBytes
 from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
 from pathway.transport.endpoints import address_of
 from pathway.transport.security import Identity
@@ -51,13 +51,11 @@ class PeerLinks:
         self,
         nursery: trio.Nursery,
         hello: Callable[[], m.Hello],
-        in_own_thread: InOwnThread,
         memory: TransferMemory,
         identity: Identity | None = None,
     ) -> None:
         self._nursery = nursery
         self._hello = hello
-        self._in_own_thread = in_own_thread
         self._memory = memory
         self._identity = identity
         self._islands: dict[str, m.IslandEntry] = {}
@@ -142,7 +140,6 @@ class PeerLinks:
         bulk = BulkLink(
             dealer.post,
             dealer.send_with_blob,
-            self._in_own_thread,
             self._memory,
             dealer_end(introduction),
             router_end(address_of(peer.address)),

@@ -17,7 +17,7 @@ from pathway.errors import PermissionDeniedError, ProtocolError
 from pathway.executor.bind import Host
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
-from pathway.transport.bulk import BulkSender, HostBytes, InOwnThread
+from pathway.transport.bulk import BulkSender, HostBytes
 from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
 from pathway.transport.handshake import hello
 from pathway.transport.keys import Entry, PublicKey, parse_allow_list
@@ -75,14 +75,12 @@ class PeerSocket:
         host: Host,
         interface: str,
         gate: Gate | None,
-        in_own_thread: InOwnThread,
         memory: TransferMemory,
     ) -> None:
         self._owner = owner
         self._memory = memory
         self._host = host
         self._gate = gate
-        self._in_own_thread = in_own_thread
         self._secret: bytes | None = None
         self._router = Router.bind(f"tcp://{interface}:0", gate=gate, admit=self._admit)
         self.address = self._router.address
@@ -139,7 +137,6 @@ class PeerSocket:
                 bulk = BulkLink(
                     post,
                     partial(self._send_with_blob, name),
-                    self._in_own_thread,
                     self._memory,
                     router_end(self.address),
                     dealer_end(message),

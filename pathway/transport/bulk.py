@@ -5,11 +5,11 @@ A transfer is a header, which any message with `transfer`, `nbytes` and `checksu
 machine, as one block of shared memory (`shm`).
 
 Invariants
-  B-1  At most `WINDOW_BYTES` of chunks per link are with ZeroMQ and have not left yet, and at most `CREDIT_BYTES` have
-       left and are not known to have come to where they belong. The rest waits here. So a small transfer is behind one
-       window at most, and a receiver that does not keep up holds no more than the credit.
-  B-2  Data leaves without a copy, from memory that must not change before it has left; it is kept alive until then.
-       ZeroMQ lets go of a chunk once it is with the kernel: that is how it is known that it left.
+  B-1  At most `CREDIT_BYTES` of chunks per link have been sent and are not known to have come to where they belong. The
+       rest waits here. So a small transfer is behind that much at most, and a receiver that does not keep up holds no
+       more. (That ZeroMQ let go of a chunk would tell the sender sooner, at the price of two changes of thread each.)
+  B-2  Data leaves without a copy, from memory that must not change before it has left; ZeroMQ keeps it alive until
+       then.
   B-3  A received transfer goes straight to where it belongs: into one allocation, aligned as XLA likes its buffers. A
        chunk outside of its transfer, out of order, or of no transfer that was announced, is the sender's mistake:
        `ProtocolError`. So is announcing more than a host could take: an announcement costs its sender nothing.
@@ -38,9 +38,8 @@ from pathway.transport.memory import Pool
 from pathway.transport.messages import CHUNK_BYTES, Chunk, Message, Shared, Taken, TransferDropped
 from pathway.transport.shm import Loan, SharingLink
 
-WINDOW_BYTES = 4 * CHUNK_BYTES
 CREDIT_BYTES = 16 * CHUNK_BYTES
-TELL_TAKEN_BYTES = 2 * CHUNK_BYTES
+TELL_TAKEN_BYTES = 4 * CHUNK_BYTES
 """The receiver says what it has taken in steps of this."""
 
 MAX_OPEN_TRANSFERS = 65_536
@@ -57,7 +56,6 @@ log = logging.getLogger(__name__)
 
 Post = Callable[[Message], None]
 SendWithBlob = Callable[[Message, Any], None]
-InOwnThread = Callable[[Callable[[], None]], None]
 Done = Callable[[HostBytes], None]
 Damaged = Callable[[int, int], None]
 """(the checksum that the sender gave, the one that was found)"""
@@ -99,22 +97,21 @@ class _Outgoing:
 
 
 class BulkSender:
-    """The way out of one link. Used in the link's thread, but for `lend`; `in_own_thread` brings a callable there from
-    any other. `sharing` is the link's way to lend memory, if it has one."""
+    """The way out of one link. Used in the link's thread, but for `lend`. `sharing` is the link's way to lend memory,
+    if it has one."""
 
     def __init__(
         self,
         post: Post,
         send_with_blob: SendWithBlob,
-        in_own_thread: InOwnThread,
         sharing: SharingLink | None = None,
+        credit_bytes: int = CREDIT_BYTES,
     ) -> None:
+        self._credit_bytes = credit_bytes
         self._post = post
         self._send_with_blob = send_with_blob
-        self._in_own_thread = in_own_thread
         self._sharing = sharing
         self._waiting: dict[int, deque[_Outgoing]] = {}  # by session, whose turn it is first
-        self._with_zeromq = 0
         self._not_taken = 0
         self._closed = False
 
@@ -141,16 +138,16 @@ class BulkSender:
             self._post(header)
             session = getattr(header, "session", 0)
             self._waiting.setdefault(session, deque()).append(_Outgoing(header, transfer, data))
-            self._fill_window()
+            self._use_credit()
 
     def taken(self, nbytes: int) -> None:
         """The receiver has taken so many bytes of chunks."""
         self._not_taken = max(0, self._not_taken - nbytes)
-        self._fill_window()
+        self._use_credit()
 
-    def _fill_window(self) -> None:
+    def _use_credit(self) -> None:
         waiting = self._waiting
-        while waiting and self._with_zeromq < WINDOW_BYTES and self._not_taken < CREDIT_BYTES:
+        while waiting and self._not_taken < self._credit_bytes:
             session = next(iter(waiting))
             transfers = waiting.pop(session)  # B-5
             outgoing = transfers.popleft()
@@ -166,17 +163,9 @@ class BulkSender:
         outgoing.sum.add(chunk)
         outgoing.offset = offset + len(chunk)
         more = outgoing.offset < len(data)
-        self._with_zeromq += len(chunk)
         self._not_taken += len(chunk)
-        left = functools.partial(self._chunk_left, len(chunk))
-        weakref.finalize(chunk, self._in_own_thread, left).atexit = False  # B-2
         self._send_with_blob(Chunk(outgoing.transfer, offset, 0 if more else outgoing.sum.value()), chunk)
         return more
-
-    def _chunk_left(self, nbytes: int) -> None:
-        self._with_zeromq -= nbytes
-        if not self._closed:
-            self._fill_window()
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Forget the transfers under way whose header is `unwanted` (B-6)."""

@@ -15,7 +15,6 @@ from pathway.transport.bulk import (
     BulkReceiver,
     BulkSender,
     HostBytes,
-    InOwnThread,
     Post,
     SendWithBlob,
     aligned_empty,
@@ -69,7 +68,6 @@ class BulkLink:
         self,
         post: Post,
         send_with_blob: SendWithBlob,
-        in_own_thread: InOwnThread,
         memory: TransferMemory | None = None,
         me: str = "",
         peer: str = "",
@@ -78,7 +76,7 @@ class BulkLink:
         shared = memory.shared if memory is not None else None
         self._sharing = SharingLink(shared, me, peer, post) if shared is not None else None
         self._has_offered = False
-        self.sender = BulkSender(post, send_with_blob, in_own_thread, self._sharing)
+        self.sender = BulkSender(post, send_with_blob, self._sharing)
         self.receiver = BulkReceiver(post, self._sharing, memory.empty if memory is not None else aligned_empty)
 
     def offer_sharing(self) -> None:
