@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -98,6 +98,20 @@ def test_a_block_is_returned_when_nothing_refers_to_it(ends: tuple[End, End]) ->
     again = left.link.lend(MIB)
     assert again is not None
     assert again.memory[5] == 1  # warm: the very same block
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "float8_e4m3fn", "bool"])
+def test_arrays_are_put_in_their_order_whatever_they_are(ends: tuple[End, End], dtype: str) -> None:
+    left, right = ends
+    array = (np.arange(3 * 5 * 70_001) % 7).reshape(3, 5, -1).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    for part in (array, array[1:, ::2], array.T, array[:0], array, array[2, 4, 7]):
+        expected = np.ascontiguousarray(part)
+        loan = left.link.lend(part.nbytes)
+        assert loan is not None
+        loan.fill(part)
+        np.testing.assert_array_equal(loan.memory, expected.reshape(-1).view(np.uint8))
+        loan.withdraw()
+    assert right.memory.lent_bytes == 0
 
 
 def test_returns_need_no_link(ends: tuple[End, End]) -> None:
@@ -236,17 +250,39 @@ def test_arenas_are_sealed_against_shrinking(ends: tuple[End, End]) -> None:
         os.ftruncate(block.arena.descriptor, 0)  # type: ignore[attr-defined]
 
 
-def test_a_forked_child_returns_nothing(ends: tuple[End, End]) -> None:
-    left, right = ends
-    received = lend(left, right, np.ones(MIB, np.uint8))
-    child = os.fork()
-    if child == 0:
-        del received
-        gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert left.memory.lent_bytes == MIB
-    assert received.all()
+FORK = """
+import gc, os
+from pathway.transport import messages as m
+from pathway.transport.shm import SharedMemory, SharingLink
+
+sent = {"left": [], "right": []}
+left = SharingLink(SharedMemory(), "left", "right", sent["left"].append)
+memory = left._memory
+right = SharingLink(SharedMemory(), "right", "left", sent["right"].append)
+left.open()
+right.open()
+for _ in range(2):
+    for name, end in (("left", right), ("right", left)):
+        while sent[name]:
+            end.received(sent[name].pop(0))
+loan = left.lend(1 << 20)
+loan.memory[:] = 1
+loan.send(1)
+right.received(sent["left"].pop(0))
+received = right.borrow(sent["left"].pop(0), 1 << 20)
+child = os.fork()
+if child == 0:
+    del received
+    gc.collect()
+    os._exit(0)
+os.waitpid(child, 0)
+print(memory.lent_bytes, bool(received.all()))
+"""
+
+
+def test_a_forked_child_returns_nothing() -> None:
+    result = subprocess.run([sys.executable, "-c", FORK], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    assert result.stdout.split() == [str(MIB), "True"]
 
 
 PEER = """

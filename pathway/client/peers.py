@@ -95,7 +95,7 @@ class Peers:
             part = value[tuple(slice(start, stop) for start, stop in region)]
             loan = peer.lend(part.nbytes)
             if loan is not None:
-                np.copyto(loan.memory.view(part.dtype).reshape(part.shape), part)
+                loan.fill(part)
             header = m.PutShard(next(self._transfers), self._core.session, buffer, region, part.nbytes)
             peer.send_data(header, piece_of(part) if loan is None else loan)
 

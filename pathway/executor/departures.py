@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from pathway.dataflow.layout import Region
 from pathway.errors import DeletedError, ErrorInfo
 from pathway.executor import backend as xla
@@ -94,7 +92,11 @@ def packed(part: xla.HostArray, loan: Loan | None) -> HostBytes | Loan:
     """The elements next to one another: in the memory that is lent, or where they are if they are so already."""
     if loan is None:
         return as_bytes(xla.dense(part))
-    np.copyto(loan.memory.view(part.dtype).reshape(part.shape), part)
+    try:
+        loan.fill(part)
+    except BaseException:
+        loan.withdraw()
+        raise
     return loan
 
 

@@ -112,12 +112,13 @@ class PrivateArena(Arena):
 class Block:
     """Part of an arena: in use, or warm in the pool. `memory` is all of it, which may be more than was asked for."""
 
-    __slots__ = ("arena", "memory", "nbytes", "offset")
+    __slots__ = ("arena", "is_fresh", "memory", "nbytes", "offset")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
+        self.is_fresh = True  # it has no pages yet
         self.memory = arena.memory[offset : offset + nbytes]
 
 
@@ -193,6 +194,7 @@ class Pool:
     def _sort_in(self) -> None:
         while self._given_back:
             block = self._given_back.popleft()
+            block.is_fresh = False
             self.used_bytes -= block.nbytes
             self.warm_bytes += block.nbytes
             self._warm[block] = None

@@ -52,6 +52,7 @@ _SECRET_BYTES = 32
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MEMFD = "/memfd:"
 _MAX_ARENA_BYTES = 1 << 46
+_WRITE_BYTES = 16 * MIB
 
 
 def _memory_file(purpose: str, nbytes: int) -> tuple[int, str]:
@@ -96,6 +97,14 @@ class SharedArena(Arena):
     def __init__(self, nbytes: int) -> None:
         self.descriptor, self.name = _memory_file("arena", nbytes)
         super().__init__(mmap.mmap(self.descriptor, nbytes), 0, nbytes)
+
+    def write(self, offset: int, part: np.ndarray[Any, Any]) -> None:
+        """Copy a dense array to where there are no pages yet. The kernel does that about twice as fast as a copy into
+        the mapping, which takes a fault for every page, and has it cleared first."""
+        data = memoryview(part.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        while data:
+            written = os.pwrite(self.descriptor, data[:_WRITE_BYTES], offset)
+            data, offset = data[written:], offset + written
 
 
 class _Mapped:
@@ -357,6 +366,14 @@ class Loan:
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
+
+    def fill(self, part: np.ndarray[Any, Any]) -> None:
+        """Put the elements of `part`, in C order, into the memory: the one copy that a transfer costs."""
+        arena = self.block.arena
+        if self.block.is_fresh and part.flags.c_contiguous and isinstance(arena, SharedArena):
+            arena.write(self.block.offset, part)
+        else:
+            np.copyto(self.memory.view(part.dtype).reshape(part.shape), part)
 
     def send(self, transfer: int) -> None:
         """`memory` is filled, and is the data of `transfer`. In the link's thread."""
