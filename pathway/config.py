@@ -44,6 +44,8 @@ class Settings:
     """Runs in flight on an island, past the scheduler (O-7)."""
     policy: str = "fair"
     """Whose run goes next: fair, fifo or priority, or one of your own as "module:object" (docs/scheduling.md)."""
+    state_dir: str = ""
+    """Where a scheduler remembers what must outlive it; empty: nowhere."""
     drain_s: float = 10.0
     """How long a scheduler that is told to stop waits for the runs it has."""
     max_sessions: int = 1000
@@ -88,6 +90,11 @@ class Settings:
                 f"host_silence_s ({self.host_silence_s:g}) must be more than two heartbeats "
                 f"(heartbeat_s = {self.heartbeat_s:g}), or hosts are lost at random"
             )
+
+    @property
+    def state_path(self) -> Path | None:
+        """Where a scheduler remembers, if it does."""
+        return _path(self.state_dir)
 
     def key_paths(self, kind: str) -> KeyPaths | None:
         """Where the keys of a process of this kind are (scheduler, worker, client or admin); None without keys."""

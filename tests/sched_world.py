@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from pathway.dataflow.plan import Part
 from pathway.sched.core import SchedulerCore, SchedulerSettings
-from pathway.sched.events import Close, Instruction, MessageReceived, PeerClosed, Send, Tick
+from pathway.sched.events import Close, Instruction, MessageReceived, PeerClosed, Record, Send, Tick
 from pathway.sched.validate import validate
 from pathway.transport import messages as m
 from pathway.version import PROTOCOL_VERSION
@@ -30,7 +30,7 @@ class World:
     def handle(self, event: Any) -> list[Instruction]:
         out = self.core.handle(event, self.now)
         validate(self.core)
-        return out
+        return unwrapped(out)
 
     def say(self, peer: str, message: m.Message) -> list[Instruction]:
         return self.handle(MessageReceived(peer.encode(), message))
@@ -90,6 +90,14 @@ class World:
 
     def start(self, client: str, run: int, plan: int, islands: int = 1) -> list[Instruction]:
         return self.say(client, m.StartRun(run, plan, run * 100, (NO_ARGUMENTS,) * islands))
+
+
+def unwrapped(out: list[Instruction]) -> list[Instruction]:
+    """With what follows a record in the record's place: the disk is quick here."""
+    found: list[Instruction] = []
+    for one in out:
+        found += one.then if isinstance(one, Record) else [one]
+    return found
 
 
 def empty_part(island: str) -> bytes:

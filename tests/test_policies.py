@@ -14,10 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sched_world import NO_ARGUMENTS
 
 from pathway.errors import ConfigError, ErrorInfo
+from pathway.sched.core import SchedulerSettings
 from pathway.sched.events import Instruction, Send
 from pathway.sched.lanes import Lane, LaneScheduler, Run
 from pathway.sched.policies import Fair, Fifo, Line, Policy, Priority, Tenant, load_policy
 from pathway.sched.validate import validate_lanes
+from pathway.testing.simnet import Faults, SimNet
 from pathway.transport import messages as m
 
 BROKEN = ErrorInfo("ExecutionError", "broken")
@@ -29,7 +31,6 @@ class Chaos:
 
     name: str = "chaos"
     window_us: float = 1000.0
-    strict: bool = False
 
     def line(self) -> Line:
         return ChaosLine()
@@ -340,3 +341,10 @@ def test_runs_of_two_islands_in_opposite_directions_do_not_starve_among_others(s
             else:
                 submit(run.session, list(run.lanes))
     assert done >= 10, f"session 3 had {done} runs (seed {seed}, {policy.name})"
+
+
+@pytest.mark.parametrize("policy", [Fair(), Priority(), Chaos(), Fifo()], ids=lambda policy: policy.name)
+def test_whole_clusters_with_faults_under_every_policy(policy: Policy) -> None:
+    for seed in range(8):
+        scheduler = SchedulerSettings(credits=1 + seed % 6, policy=policy)
+        SimNet(seed, islands=3, clients=3, faults=Faults.some(), settings=scheduler, validate=True).run()

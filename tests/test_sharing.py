@@ -20,7 +20,9 @@ from pathway.embedded import LocalCluster, start_local_cluster
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[LocalCluster]:
-    with start_local_cluster({"east": {"devices": 1}, "west": {"devices": 1}}, preload=("bench.device_wait",)) as cluster:
+    with start_local_cluster(
+        {"east": {"devices": 1}, "west": {"devices": 1}}, preload=("bench.device_wait",)
+    ) as cluster:
         yield cluster
 
 

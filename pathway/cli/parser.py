@@ -50,6 +50,7 @@ def _scheduler(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--lease-s", type=float, metavar="S", help="how long a session outlives its client's silence (10)"
     )
+    parser.add_argument("--state-dir", metavar="DIR", help="remember there what must outlive this process")
     parser.add_argument("--drain-s", type=float, metavar="S", help="how long to wait for runs when told to stop (10)")
     parser.add_argument(
         "--policy", metavar="P", help="whose run goes next: fair, fifo, priority, or your own as module:object (fair)"

@@ -91,6 +91,7 @@ class Admin:
             out.append(Send(peer.key, m.AdminReply(message.request, "", error)))
             return
         island.drained = message.drain
+        out.append(island.record())
         if not message.drain:
             self._clients.bind_waiting(now, out)
             out.append(Send(peer.key, m.AdminReply(message.request, f"island {island.name} takes slices again")))

@@ -6,18 +6,22 @@ is gone, and perhaps *resting* before it is formed again.
 
 Invariants
   C-1  At most one incarnation of an island exists: it is formed again only after every host has ended the last one.
-  C-2  Incarnations only grow, for as long as the scheduler lives, whatever hosts come and go.
+  C-2  Incarnations only grow, whatever hosts come and go. With a journal this outlives the scheduler: that an island is
+       in an incarnation is remembered before its hosts are told to form it.
   C-3  The hosts of an island agree on size, devices and platform; who does not is refused.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from pathway.errors import ErrorInfo
-from pathway.sched.events import Close, Instruction, PeerKey, Send
+from pathway.sched.events import Close, Instruction, PeerKey, Record, Send
 from pathway.sched.lanes import Lane
 from pathway.sched.timers import Timers
 from pathway.transport.messages import (
@@ -28,6 +32,15 @@ from pathway.transport.messages import (
     Refused,
     StopExecutor,
 )
+
+ISLAND_RECORD = "island"
+
+
+class IslandRecord(msgspec.Struct, frozen=True):
+    """What is remembered of an island across the scheduler's death."""
+
+    incarnation: int
+    drained: bool = False
 
 
 class State(enum.Enum):
@@ -80,6 +93,11 @@ class Island:
             device_kind=executors[0].device_kind,
         )
 
+    def record(self, then: tuple[Send, ...] = ()) -> Record:
+        """What is to be remembered of it."""
+        value = msgspec.msgpack.encode(IslandRecord(self.incarnation, self.drained))
+        return Record(ISLAND_RECORD, self.name, value, then)
+
     @property
     def missing(self) -> list[int]:
         return [index for index in range(self.size) if index not in self.hosts]
@@ -123,8 +141,15 @@ class ClusterSettings:
 
 
 class Cluster:
-    def __init__(self, settings: ClusterSettings, timers: Timers, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        timers: Timers,
+        watcher: Watcher,
+        remembered: Mapping[str, IslandRecord] | None = None,
+    ) -> None:
         self.islands: dict[str, Island] = {}
+        self._remembered = dict(remembered or {})
         self.draining = False
         self._settings = settings
         self._timers = timers
@@ -148,6 +173,9 @@ class Cluster:
             return None
         if island is None:
             island = Island(joined.island, joined.hosts, joined.devices, joined.platform, since=now)
+            before = self._remembered.get(joined.island)
+            if before is not None:
+                island.incarnation, island.drained = before.incarnation, before.drained
             self.islands[joined.island] = island
         elif not island.hosts:
             island.size, island.devices_per_host = joined.hosts, joined.devices
@@ -253,10 +281,12 @@ class Cluster:
         island.state, island.since = State.FORMING, now
         island.incarnation += 1
         coordinator = island.hosts[0].joined.coordinator_address
+        orders = []
         for index in range(island.size):
             host = island.hosts[index]
             host.child = island.incarnation
-            out.append(Send(host.peer, FormIsland(island.name, island.incarnation, coordinator, island.size, index)))
+            orders.append(Send(host.peer, FormIsland(island.name, island.incarnation, coordinator, island.size, index)))
+        out.append(island.record(tuple(orders)))
         incarnation = island.incarnation
 
         def too_late(now: float, out: list[Instruction]) -> None:

@@ -8,7 +8,7 @@ thing that happens to one subject means to the others.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.sched import status
 from pathway.sched.admin import Admin
 from pathway.sched.clients import Clients, Limits, TokenOf
-from pathway.sched.cluster import Cluster, ClusterSettings, Island
+from pathway.sched.cluster import Cluster, ClusterSettings, Island, IslandRecord
 from pathway.sched.events import (
     AccessChanged,
     Close,
@@ -58,7 +58,8 @@ class SchedulerSettings:
 
 class SchedulerCore:
     """`numbers` gives session ids: the operating system's randomness in a daemon, a seeded one in a simulation.
-    `token_of` makes what proves a session; without it, tokens are random numbers."""
+    `token_of` makes what proves a session; without it, tokens are random numbers. `islands` is what an earlier
+    scheduler of the same state directory remembered of them."""
 
     def __init__(
         self,
@@ -66,12 +67,13 @@ class SchedulerCore:
         numbers: random.Random,
         now: float,
         token_of: TokenOf | None = None,
+        islands: Mapping[str, IslandRecord] | None = None,
     ) -> None:
         self.settings = settings
         self.started_at = now
         self.timers = Timers()
         self.scheduler = numbers.getrandbits(62) + 1
-        self.cluster = Cluster(settings.cluster, self.timers, self)
+        self.cluster = Cluster(settings.cluster, self.timers, self, islands)
         self.clients = Clients(
             self.cluster,
             self.timers,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import trio
 import zmq
 
@@ -18,6 +19,7 @@ from pathway.actor import Actor
 from pathway.config import Settings
 from pathway.errors import ConfigError
 from pathway.sched.clients import Limits
+from pathway.sched.cluster import ISLAND_RECORD, IslandRecord
 from pathway.sched.core import SchedulerCore, SchedulerSettings
 from pathway.sched.events import (
     AccessChanged,
@@ -27,12 +29,15 @@ from pathway.sched.events import (
     Instruction,
     MessageReceived,
     PeerClosed,
+    Record,
     Send,
     Stop,
     Tick,
 )
+from pathway.sched.journal import Journal
 from pathway.sched.peers import PeerSettings
 from pathway.sched.policies import load_policy
+from pathway.sched.recorder import Recorder
 from pathway.transport.authenticator import Gate
 from pathway.transport.keys import AllowListFile, PublicKey
 from pathway.transport.link import process_context
@@ -80,10 +85,14 @@ async def serve(settings: Settings, announcement: Announcement, listener: int = 
         max_undelivered_bytes=settings.max_undelivered_mib << 20,
         socket_options={zmq.MAXMSGSIZE: settings.max_message_mib << 20, zmq.USE_FD: listener},
     )
+    journal: Journal | None = None
     try:
-        await Daemon(settings, router, gate).run(announcement)
+        journal = Journal(settings.state_path) if settings.state_path is not None else None
+        await Daemon(settings, router, gate, journal).run(announcement)
     finally:
         router.close()
+        if journal is not None:
+            journal.close()
         if gate is not None:
             gate.close()
         if announcement.file is not None:
@@ -93,11 +102,14 @@ async def serve(settings: Settings, announcement: Announcement, listener: int = 
 class Daemon:
     """The shell around the core."""
 
-    def __init__(self, settings: Settings, router: Router, gate: Gate | None) -> None:
+    def __init__(self, settings: Settings, router: Router, gate: Gate | None, journal: Journal | None) -> None:
         self._settings = settings
         self._router = router
         self._gate = gate
-        self._secret = new_secret()
+        remembered = journal.read() if journal is not None else {}
+        self._secret = remembered.get("secret", {}).get("", b"") or new_secret()
+        self._recorder = Recorder(journal, router.post, router.flush)
+        self._recorder.record(Record("secret", "", self._secret))
         self._stopped = trio.Event()
         core = SchedulerCore(
             SchedulerSettings(
@@ -114,9 +126,13 @@ class Daemon:
             random.SystemRandom(),
             time.monotonic(),
             token_of=lambda session, key: token(self._secret, session, PublicKey(key) if key else None),
+            islands={
+                name: msgspec.msgpack.decode(value, type=IslandRecord)
+                for name, value in remembered.get(ISLAND_RECORD, {}).items()
+            },
         )
         self._actor: Actor[Event, Instruction] = Actor(core, self._perform, router.flush, tick=Tick())
-        self._post = router.post
+        self._post = router.post if journal is None else self._recorder.post
 
     async def run(self, announcement: Announcement) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -127,6 +143,7 @@ class Daemon:
                 self._access_changed()
                 nursery.start_soon(self._actor.run)
                 nursery.start_soon(self._actor.run_link, self._router, self._received, self._gone)
+                nursery.start_soon(self._recorder.run)
                 nursery.start_soon(self._drain_when_told, signals)
                 log.info("listening on %s", self._router.address)
                 announcement.make(self._router.address)
@@ -158,7 +175,10 @@ class Daemon:
     def _perform(self, instruction: Instruction) -> None:
         if type(instruction) is Send:
             self._post(instruction.peer, instruction.message)
+        elif isinstance(instruction, Record):
+            self._recorder.record(instruction)
         elif isinstance(instruction, Close):
+            self._recorder.forget(instruction.peer)
             if instruction.refused is not None:
                 self._router.disconnect(instruction.peer, instruction.refused.kind, instruction.refused.reason)
         elif isinstance(instruction, Stop):

@@ -65,13 +65,23 @@ class Close(Struct, frozen=True):
     refused: Refused | None = None
 
 
+class Record(Struct, frozen=True):
+    """Remember `value` under `key` across this process's death (None: no longer), then send `then`: what must not leave
+    before it is remembered."""
+
+    kind: str
+    key: str
+    value: bytes | None
+    then: tuple[Send, ...] = ()
+
+
 class Stop(Struct, frozen=True):
     """The core has ended: nothing comes after this."""
 
     reason: str
 
 
-Instruction = Send | Close | Stop
+Instruction = Send | Close | Record | Stop
 
 
 # -- what waits (O-8) ------------------------------------------------------------------------------------------------

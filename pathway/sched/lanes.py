@@ -11,8 +11,7 @@ Invariants
   O-7  At most `credits` parts whose inputs are there are in flight past the leader of each group, and of a policy with
        a window no more than it lets in by expected time, but always two, so that devices do not idle. Of parts whose
        inputs are late at most `credits` of one session; they hold back nobody else.
-  S-1  A turn that has come is kept, and costs the others nothing: the group goes on with the next in its line. (Under a
-       strict policy it waits; its ranks are the same in all lines, so the first of all runs waits for no turn.) So no
+  S-1  A turn that has come is kept, and costs the others nothing: the group goes on with the next in its line. So no
        two runs wait for each other's turns, whatever the policy, and however the lines differ.
   S-2  A run ends exactly once for the client: finished when all its parts have, or failed with the first cause. The run
        itself is over when its last part is, so that every credit comes back.
@@ -144,8 +143,6 @@ class LaneScheduler:
             flow = lane.flows[run.session]
             if group in run.turns and group.line.took(flow.tenant, run.expected_us[index], 0.0):
                 self._offer_again(lane, group, flow)
-            if group.held is run:
-                group.held = None
             if run in group.claims:
                 group.claims.remove(run)
             del lane.queue[run]
@@ -161,8 +158,7 @@ class LaneScheduler:
     def _has_room(self, group: Group, session: int) -> bool:
         count = group.count
         return (
-            group.held is None
-            and count < self.credits - (1 if group.claims else 0)  # S-3
+            count < self.credits - (1 if group.claims else 0)  # S-3
             and (count < AT_LEAST or group.us < self.policy.window_us)
             and (not group.parked or group.parked.get(session, 0) < self.credits)
         )
@@ -214,15 +210,10 @@ class LaneScheduler:
         run.turns.add(group)
         if len(run.groups) == 1:
             self._go(run, group, groups, out)
-        elif len(run.turns) < len(run.groups):
-            if self.policy.strict:
-                group.held = run
-        else:
+        elif len(run.turns) == len(run.groups):
             self._claims += 1
             run.claimed = self._claims
             for other in run.groups:
-                if other.held is run:
-                    other.held = None
                 other.claims.append(run)
             groups += run.groups
 
@@ -404,11 +395,10 @@ class LaneScheduler:
         for lane, group in zip(run.lanes, run.groups, strict=True):
             if group in run.turns:
                 continue
-            waiting = lane.queue if self.policy.strict else lane.flows[run.session].entries
-            position = sum(entry.arrival < run.arrival for entry in waiting if isinstance(entry, Run))
+            entries = lane.flows[run.session].entries
+            position = sum(entry.arrival < run.arrival for entry in entries if isinstance(entry, Run))
             if position:
-                whose = "" if self.policy.strict else "of its session "
-                return f"{position} {whose}before it in the queue of island {lane.island}", lane.island
+                return f"{position} of its session before it in the queue of island {lane.island}", lane.island
         full = [group for group in run.groups if group.count >= self.credits]
         if full:
             names = ", ".join(group.lane.island for group in full)

@@ -66,18 +66,13 @@ class Line(Protocol):
 class Policy(Protocol):
     """What makes the lines. A pure value: frozen, comparable, printable.
 
-    `window_us`: how much expected device time may be in flight on a group, infinite for a policy that needs no say.
-    `strict`: a run whose turn has come on one island, and not yet on another that it needs, holds back what comes after
-    it. Only for policies whose ranks are the same on all islands: the others would deadlock."""
+    `window_us`: how much expected device time may be in flight on a group, infinite for a policy that needs no say."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def window_us(self) -> float: ...
-
-    @property
-    def strict(self) -> bool: ...
 
     def line(self) -> Line: ...
 
@@ -105,11 +100,10 @@ class _FifoLine(_InOrder):
 
 @dataclass(frozen=True)
 class Fifo:
-    """First come, first served, over all islands together."""
+    """First come, first served. A run that waits for another island, too, is overtaken meanwhile."""
 
     name: str = "fifo"
     window_us: float = math.inf
-    strict: bool = True
 
     def line(self) -> Line:
         return _FifoLine()
@@ -134,7 +128,6 @@ class Priority:
     ageing_s: float = 10.0
     name: str = "priority"
     window_us: float = WINDOW_US
-    strict: bool = False
 
     def line(self) -> Line:
         return _PriorityLine(self.ageing_s)
@@ -180,7 +173,6 @@ class Fair:
 
     name: str = "fair"
     window_us: float = WINDOW_US
-    strict: bool = False
 
     def line(self) -> Line:
         return _FairLine()

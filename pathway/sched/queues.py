@@ -106,18 +106,17 @@ class Flow:
 
 class Group:
     """Devices of a lane that are time-shared. `offers` is a heap of (rank, arrival, stamp, flow), of which those with
-    another stamp than their flow's are void. `claims`: runs that go next, whatever their rank. `held`: the run that
-    holds back what comes after it, under a strict policy. `count` and `us`: parts in flight whose inputs are there, and
-    what they are expected to take. `parked[session]`: parts in flight whose inputs are late."""
+    another stamp than their flow's are void. `claims`: runs that go next, whatever their rank. `count` and `us`: parts
+    in flight whose inputs are there, and what they are expected to take. `parked[session]`: parts in flight whose
+    inputs are late."""
 
-    __slots__ = ("claims", "count", "held", "lane", "line", "merged", "offers", "parked", "us", "waiting")
+    __slots__ = ("claims", "count", "lane", "line", "merged", "offers", "parked", "us", "waiting")
 
     def __init__(self, lane: Lane, policy: Policy) -> None:
         self.lane = lane
         self.line = policy.line()
         self.offers: list[tuple[float, int, int, Flow]] = []
         self.claims: deque[Run] = deque()
-        self.held: Run | None = None
         self.count = 0
         self.us = 0.0
         self.parked: dict[int, int] = {}
@@ -142,7 +141,6 @@ class Group:
             for session, count in theirs.items():
                 mine[session] = mine.get(session, 0) + count
         self.claims = deque(sorted((*self.claims, *other.claims), key=lambda run: run.claimed))
-        self.held = self.held or other.held
 
 
 class Part:

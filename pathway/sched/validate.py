@@ -82,7 +82,6 @@ def _validate_group(scheduler: LaneScheduler, lane: Lane, group: Group) -> None:
     assert [run.claimed for run in group.claims] == sorted(run.claimed for run in group.claims), "S-3"
     waiting = [run for run in lane.queue if run.groups[run.lanes.index(lane)] is group]
     assert sum(group.waiting.values()) == len(waiting)
-    assert group.held is None or group.held in waiting
     for flow in lane.flows.values():
         run = flow.first
         if run.groups[run.lanes.index(lane)] is group and group not in run.turns:

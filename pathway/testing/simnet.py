@@ -139,8 +139,10 @@ class SimScheduler:
         net = self.net
         for instruction in self.core.handle(event, net.now):
             if isinstance(instruction, e.Send):
-                net.messages += 1
-                self._links[instruction.peer].send(self, instruction.message)
+                self._send(instruction)
+            elif isinstance(instruction, e.Record):  # the disk is quick
+                for send in instruction.then:
+                    self._send(send)
             elif isinstance(instruction, e.Close):
                 self._links[instruction.peer].finish(self, instruction.refused)
             else:
@@ -148,6 +150,10 @@ class SimScheduler:
         if net.validating:
             validate_scheduler(self.core)
         self._arm()
+
+    def _send(self, instruction: e.Send) -> None:
+        self.net.messages += 1
+        self._links[instruction.peer].send(self, instruction.message)
 
     def _arm(self) -> None:
         deadline = self.core.next_deadline()
