@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from pathway.proxy.cluster import ClusterIsland, ClusterView
 from pathway.proxy.executables import Compilation, Executable, Program, report_of
 from pathway.proxy.hostbuffers import HostBuffers
 from pathway.proxy.runs import Moves
-from pathway.proxy.specs import default_layout, dtype_name, host_array, laid_out, spread_of
+from pathway.proxy.specs import default_layout, dtype_name, host_array, laid_out, shape_of, spread_of
 from pathway.proxy.status import Code, StatusError, invalid, of_exception, of_info, unimplemented
 from pathway.proxy.values import Value, Values
 
@@ -191,7 +191,7 @@ class Session:
     # -- arrays from the host ----------------------------------------------------------------------------------------
 
     def _make_array_from_host_buffer(self, body: Any, response: Any) -> None:
-        shape = tuple(body.shape.dims)
+        shape = shape_of(body.shape)
         dtype = dtype_name(body.dtype)
         data = self.host_buffers.take(body.host_buffer_handle)
         strides = body.byte_strides.strides if body.HasField("byte_strides") else None
@@ -204,7 +204,7 @@ class Session:
         response.array_handles.extend(self._keep_all(body.array_handles, made))
 
     def _array_of_shards(self, spec: Any) -> Value:
-        shape = tuple(spec.array_spec.shape.dims)
+        shape = shape_of(spec.array_spec.shape)
         dtype = dtype_name(spec.array_spec.dtype)
         island, layout = self._values.layout(dtype, shape, spread_of(spec.array_spec.sharding, shape))
         if len(spec.host_buffers) != len(spec.addressable_shard_indices):
@@ -214,7 +214,7 @@ class Session:
         for indices, buffer in zip(spec.addressable_shard_indices, spec.host_buffers, strict=True):
             data = self.host_buffers.take(buffer.host_buffer_handle)
             strides = buffer.byte_strides.strides if buffer.HasField("byte_strides") else None
-            piece = host_array(data, dtype_name(buffer.dtype), tuple(buffer.shape.dims), strides)
+            piece = host_array(data, dtype_name(buffer.dtype), shape_of(buffer.shape), strides)
             for index in indices.indices:
                 if not 0 <= index < count:
                     raise invalid(f"shard {index} of an array of {count} shards")
@@ -266,7 +266,7 @@ class Session:
 
     def _assemble_array_from_single_device_arrays(self, body: Any, response: Any) -> None:
         shards = [self._array(handle) for handle in body.single_device_array_handles]
-        shape = tuple(body.shape.dims)
+        shape = shape_of(body.shape)
         spread = spread_of(body.sharding, shape)
         dtype = dtype_name(body.dtype) if body.HasField("dtype") else ""
         dtype = shards[0].aval.dtype if shards else dtype
@@ -290,15 +290,13 @@ class Session:
             if not 0 <= mapping.in_array < len(arrays):
                 raise invalid(f"array {mapping.in_array} of {len(arrays)}")
             array = arrays[mapping.in_array]
-            for i in range(len(mapping.from_start)):
-                taken = range(mapping.from_start[i], mapping.from_end[i], mapping.from_step[i])
-                into = range(mapping.to_start[i], mapping.to_end[i], mapping.to_step[i])
-                if len(taken) != len(into) or (taken and not 0 <= max(taken) < len(array.layout.devices)):
-                    raise invalid("a mapping whose intervals do not fit")
+            for taken, into in _intervals(mapping):
+                if taken and not 0 <= min(taken) <= max(taken) < len(array.layout.devices):
+                    raise invalid(f"the shards {taken} of an array of {len(array.layout.devices)} shards")
                 for shard, place in zip(taken, into, strict=True):
                     sources.setdefault(mapping.out_array, {})[place] = self._values.source(array, shard)
         for number, spec in enumerate(body.plan.output_specs):
-            shape = tuple(spec.shape.dims)
+            shape = shape_of(spec.shape)
             island, layout = self._values.layout(dtype_name(spec.dtype), shape, spread_of(spec.sharding, shape))
             places = sources.get(number, {})
             if sorted(places) != list(range(len(layout.devices))):
@@ -333,7 +331,7 @@ class Session:
             raise invalid(f"{len(body.array_specs)} specs for {len(arrays)} arrays")
         made = []
         for array, spec in zip(arrays, body.array_specs, strict=True):
-            shape = tuple(spec.shape.dims)
+            shape = shape_of(spec.shape)
             if shape != array.aval.shape or dtype_name(spec.dtype) != array.aval.dtype:
                 raise invalid(f"an array of {array.aval} cannot become one of {dtype_name(spec.dtype)}{list(shape)}")
             island, layout = self._values.layout(array.aval.dtype, shape, spread_of(spec.sharding, shape))
@@ -556,6 +554,22 @@ def _done() -> Pending:
     pending = Pending()
     pending.resolve()
     return pending
+
+
+def _intervals(mapping: Any) -> Iterator[tuple[range, range]]:
+    """The intervals of a mapping: shards that are taken, and the places where they go."""
+    parts = (
+        mapping.from_start, mapping.from_end, mapping.from_step, mapping.to_start, mapping.to_end, mapping.to_step,
+    )  # fmt: skip
+    if len(set(map(len, parts))) != 1:
+        raise invalid("a mapping whose lists are not of one length")
+    for start, end, step, to_start, to_end, to_step in zip(*parts, strict=True):
+        if step < 1 or to_step < 1:
+            raise invalid("a mapping that does not go forward")
+        taken, into = range(start, end, step), range(to_start, to_end, to_step)
+        if len(taken) != len(into):
+            raise invalid(f"{len(taken)} shards for {len(into)} places")
+        yield taken, into
 
 
 def _named_results(name: str, body: Any) -> Iterable[int]:

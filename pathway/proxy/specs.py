@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from pathway.dataflow.layout import Sharding, numpy_dtype
 from pathway.dataflow.tiles import replicated, sharding_of_tiles, tile_grid
@@ -64,6 +65,20 @@ def dtype_kind(name: str) -> int:
     return number
 
 
+MAX_RANK = 32
+MAX_ELEMENTS = 1 << 44
+
+
+def shape_of(shape: Any) -> tuple[int, ...]:
+    """The dimensions of a ShapeProto. Raises INVALID_ARGUMENT for what no array can have."""
+    dims = tuple(shape.dims)
+    if len(dims) > MAX_RANK or any(extent < 0 for extent in dims):
+        raise invalid(f"no array has the shape {list(dims)}")
+    if math.prod(extent or 1 for extent in dims) > MAX_ELEMENTS:
+        raise invalid(f"an array of shape {list(dims)} is too large")
+    return dims
+
+
 class Spread(NamedTuple):
     """A sharding, with devices as the client numbers them; `sharding` is over them in their order."""
 
@@ -75,7 +90,10 @@ class Spread(NamedTuple):
 def spread_of(sharding: Any, shape: tuple[int, ...]) -> Spread:
     """What a ShardingProto means for an array of this shape."""
     serialized = sharding.serialized_sharding
-    return _spread(serialized.type_name, serialized.data, shape)
+    try:
+        return _spread(serialized.type_name, serialized.data, shape)
+    except DecodeError:
+        raise invalid(f"a sharding that cannot be read, of class {serialized.type_name}") from None
 
 
 @lru_cache(maxsize=4096)
