@@ -246,7 +246,7 @@ def test_what_nobody_holds_is_freed(client):
     del x, y, temporary
 
     def held() -> int:
-        return next(s["buffers"] for s in client.status()["sessions"] if s["session"] == f"{client.core.session:016x}")
+        return next(s["buffers"] for s in client.status()["sessions"] if s["session"] == f"{client.core.session:x}")
 
     deadline = time.monotonic() + 20
     while held() and time.monotonic() < deadline:

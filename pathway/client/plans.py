@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _encode = msgspec.msgpack.Encoder().encode
 
+ROOM_FIRST_BYTES = 1024 * 1024
+"""From this much on, what was released leaves before the run that is started, which may need the room."""
+
 
 @dataclass(frozen=True)
 class HostArgument:
@@ -113,8 +116,12 @@ class BoundPlan:
         with core.lock:
             run, first = core.new_run(self.number, time.monotonic(), self.plan.result_count, poison)
             if not run.done:
-                messages = core.take_releases() if core.released or core.released_plans else []
-                messages.append(m.StartRun(run.number, self.number, first, arguments))
+                messages: list[m.Message] = [m.StartRun(run.number, self.number, first, arguments)]
+                if core.released or core.released_plans:
+                    # The run comes first, so that it does not wait; where much is released, room for it does.
+                    room_first = core.released_bytes >= ROOM_FIRST_BYTES
+                    releases = core.take_releases()
+                    messages = [*releases, *messages] if room_first else [*messages, *releases]
                 client.connection.send(messages)
         if self._plain_kinds is not None:
             results = [Array(kind, first + number, run) for number, kind in enumerate(self._plain_kinds)]
