@@ -70,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pathway.executor.bind import Host
     from pathway.executor.compile_cache import CompileCache, default_directory
     from pathway.executor.executor import LeaderLost, Settings
+    from pathway.transport.memory import keep_heap_warm
     from pathway.transport.security import KeyPaths
 
+    keep_heap_warm()
     identity = None
     if options.key:
         scheduler_key = Path(options.scheduler_key) if options.scheduler_key else None
