@@ -36,8 +36,9 @@ __all__ = ["Lane", "LaneScheduler", "Run"]
 AT_LEAST = 2
 """Parts in flight that a window always lets in: one that runs, and one to follow it without a gap."""
 
-LEARNING = 0.25
-"""How much a part's last time counts in what it is expected to take."""
+LEARNING = 1 / 16
+"""How much a part's last time counts in what it is expected to take, if it took longer. A shorter time counts at once: a
+device that waited for its next part was measured too long, and to expect that would let it wait again."""
 
 
 class LaneScheduler:
@@ -317,7 +318,8 @@ class LaneScheduler:
         if measured_us is not None:
             costs_us, index = run.costs_us, part.index
             known_us = costs_us[index]
-            costs_us[index] = measured_us if known_us == UNKNOWN_US else known_us + LEARNING * (measured_us - known_us)
+            shorter = known_us == UNKNOWN_US or measured_us < known_us
+            costs_us[index] = measured_us if shorter else known_us + LEARNING * (measured_us - known_us)
             lane.busy_us[session] = lane.busy_us.get(session, 0.0) + measured_us
             again = group.line.took(self.tenant(session), part.expected_us, measured_us) or again
         if again and lane.flows:

@@ -27,8 +27,9 @@ from typing import Protocol, runtime_checkable
 
 from pathway.errors import ConfigError
 
-WINDOW_US = 1000.0
-"""How much expected device time may be past the leader of a group, so that a policy can act: a millisecond."""
+WINDOW_US = 1500.0
+"""How much expected device time may be past the leader of a group: little, so that a policy can act, and enough for the
+way to a busy machine and back."""
 
 
 class Tenant:
