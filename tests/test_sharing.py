@@ -41,9 +41,9 @@ def waiting(client: Client, us: int) -> Any:
 def keep_busy(function: Any, window: int, stop: threading.Event) -> None:
     under_way: list[Any] = []
     while not stop.is_set():
-        under_way.append(function(np.float32(1)))
-        if len(under_way) >= window:
-            under_way.pop(0).block_until_ready()
+        while len(under_way) < window:  # so many that the client never has nothing queued, however late it wakes
+            under_way.append(function(np.float32(1)))
+        under_way.pop(0).block_until_ready()
     for value in under_way:
         value.block_until_ready()
 
@@ -58,7 +58,7 @@ def test_weights_share_a_device_and_change_by_order(shared: LocalCluster) -> Non
         for function in functions:
             function(np.float32(1)).block_until_ready()
         stop = threading.Event()
-        threads = [threading.Thread(target=keep_busy, args=(function, 12, stop)) for function in functions]
+        threads = [threading.Thread(target=keep_busy, args=(function, 60, stop)) for function in functions]
         for thread in threads:
             thread.start()
 

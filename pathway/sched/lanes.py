@@ -37,8 +37,8 @@ AT_LEAST = 2
 """Parts in flight that a window always lets in: one that runs, and one to follow it without a gap."""
 
 LEARNING = 1 / 16
-"""How much a part's last time counts in what it is expected to take, if it took longer. A shorter time counts at once: a
-device that waited for its next part was measured too long, and to expect that would let it wait again."""
+"""How much a part's last time counts in what it is expected to take, if it took longer. A shorter time counts at once:
+a device that waited for its next part was measured too long, and to expect that would let it wait again."""
 
 
 class LaneScheduler:
