@@ -101,3 +101,19 @@ def test_the_constraint_on_an_input_is_what_it_wants() -> None:
     assert wanted(lambda x: constraint(x, "b"), (6, 8)) == [(N, N)]
     other = mesh_without_devices((("a", 4),))
     assert wanted(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(other, P("a"))), (8,)) == [(N,)]
+
+
+def test_an_array_from_elsewhere_comes_in_the_sharding_of_what_it_meets() -> None:
+    there = Sharding(MESH, (A, B))
+    shape = jax.ShapeDtypeStruct((8, 8), np.float32)
+
+    def wanted(fun: Any) -> Any:
+        return wanted_sharding(jax.make_jaxpr(fun)(shape, shape), 0, MESH, [None, there]).spec
+
+    assert wanted(lambda x, y: x + y) == (A, B)
+    assert wanted(lambda x, y: x - 0.1 * y) == (A, B)
+    assert wanted(lambda x, y: jax.lax.optimization_barrier((x, y))[0]) == (A, B)
+    assert wanted(lambda x, y: x * 2 + y) == (N, N)  # only what it meets first
+    assert wanted(lambda x, y: x @ y) == (N, N)
+    assert wanted(lambda x, y: constraint(x, "b") + y) == (B, N)
+    assert wanted_sharding(jax.make_jaxpr(jnp.add)(shape, shape), 0, MESH).spec == (N, N)

@@ -155,7 +155,12 @@ class Clusters:
         self._add(operation, draft)
 
     def join(self, operation: Operation, slice: int, reason: str) -> None:
-        """The open node of the slice, or a new one."""
+        """The open node of the slice, or a new one: also where it needs something of another slice that the open node
+        does not, which would then have to wait for it. (`fuse` joins the two where they wait for the same.)"""
+        if slice in self._open and any(
+            self._is_new_from_elsewhere(atom, self._open[slice]) for atom in operation.inputs
+        ):
+            self._close(slice)
         draft = self._open.setdefault(slice, Draft(slice, reason))
         for atom in operation.inputs:
             self._supply(atom, draft)
@@ -259,6 +264,12 @@ class Clusters:
             else:
                 target.add(waiting.operation, export=False)
         self._read(atom, draft)
+
+    def _is_new_from_elsewhere(self, atom: Atom, draft: Draft) -> bool:
+        if isinstance(atom, Literal) or atom in draft.defined:
+            return False
+        homes = self._homes.get(atom, [])
+        return bool(homes) and draft.slice not in homes and (atom, homes[0]) not in draft.reads
 
     def _is_readable(self, atom: Atom, draft: Draft) -> bool:
         """Whether `_read` can do without a waiting operation."""

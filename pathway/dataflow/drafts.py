@@ -147,12 +147,13 @@ def complete(
     rules: dict[Any, tuple[Sharding, ...]] = {}
     for part in finished:
         slice, mesh = part.draft.slice, slices[part.draft.slice].mesh
+        known = [homes[key][1] if key in homes and homes[key][0] == slice else None for key in part.reads]
         inputs = []
         for position, key in enumerate(part.reads):
             if key not in homes:  # a host array takes the home that its first reader wants
-                homes[key] = (slice, wanted_sharding(part.jaxpr, position, mesh))
+                homes[key] = (slice, wanted_sharding(part.jaxpr, position, mesh, known))
             at, sharding = homes[key]
-            inputs.append(sharding if at == slice else wanted_sharding(part.jaxpr, position, mesh))
+            inputs.append(sharding if at == slice else wanted_sharding(part.jaxpr, position, mesh, known))
         rule = (id(part.jaxpr), tuple(inputs), mesh)
         if rule not in rules:
             rules[rule] = output_shardings(part.jaxpr, inputs, mesh)

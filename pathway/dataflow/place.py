@@ -8,8 +8,9 @@ Stages (`pathway.jit` calls) say where they run. All other equations are placed 
        cheap ones within the reader, others once per slice, before everything else of the slice (its *prologue*).
   P-3  A broadcast waits for its reader too: what it broadcasts travels, not what it makes of it.
   P-4  An equation joins the last node of its slice while that is open. A node closes when another slice reads from it,
-       or when a stage follows on its slice. No other slice has read from an open node, hence the graph has no cycles;
-       and the sums over microbatches stay apart, each behind its own stage.
+       when a stage follows on its slice, or when an equation does that needs something else of other slices. No other
+       slice has read from an open node, hence the graph has no cycles; and the sums over microbatches stay apart, each
+       behind its own stage.
   P-5  Calls that contain stages are opened up. A loop or branch stays whole on its stages' one slice; a scan over
        stages of several slices is unrolled; other such loops and branches are refused.
   P-6  Slices and reshapes of arguments are part of the prologue, so that the stages of all microbatches have one body.

@@ -33,13 +33,16 @@ def output_shardings(jaxpr: Any, in_shardings: Sequence[Sharding], mesh: Mesh) -
     )
 
 
-def wanted_sharding(jaxpr: Any, position: int, mesh: Mesh) -> Sharding:
+def wanted_sharding(jaxpr: Any, position: int, mesh: Mesh, known: Sequence[Sharding | None] = ()) -> Sharding:
     """The sharding in which a jaxpr wants an input that is not on its slice yet: that of the constraint which stands on
-    it, else whole on every device."""
+    it, else that of an array of its shape which it meets first, else whole on every device. `known`: the inputs'
+    shardings, as far as they are."""
     body = opened(jaxpr)[0]
     var, sizes = body.invars[position], dict(mesh)
-    spec = _constraint_on(body, var, sizes) or _whole(var.aval.shape)
-    return Sharding(mesh, fitting(spec, var.aval.shape, sizes))
+    spec = _constraint_on(body, var, sizes)
+    if spec is None and any(known):
+        spec = _partner_of(body, var, known, sizes)
+    return Sharding(mesh, fitting(spec or _whole(var.aval.shape), var.aval.shape, sizes))
 
 
 def replicated(mesh: Mesh, rank: int) -> Sharding:
@@ -115,23 +118,46 @@ def _constraint_on(body: Any, var: Any, sizes: dict[str, int]) -> Spec | None:
     return None
 
 
+_BESIDE_BY_SHAPE = frozenset({"optimization_barrier"})
+
 # Forward -------------------------------------------------------------------------------------------------------------
 
 
 def _forward(jaxpr: Any, specs: Sequence[Spec], sizes: dict[str, int]) -> list[Spec]:
     body = opened(jaxpr)[0]
     known: dict[Any, Spec] = dict(zip(body.invars, specs, strict=True))
-
-    def spec(atom: Any) -> Spec:
-        whole = _whole(atom.aval.shape)
-        return whole if isinstance(atom, Literal) else known.get(atom, whole)
-
     for equation in body.eqns:
-        inputs = [spec(atom) for atom in equation.invars]
-        outputs = _rule(equation)(equation, inputs, sizes)
-        for var, found in zip(equation.outvars, outputs, strict=True):
-            known[var] = fitting(found, var.aval.shape, sizes)
-    return [spec(atom) for atom in body.outvars]
+        _follow(equation, known, sizes)
+    return [_spec_in(known, atom) for atom in body.outvars]
+
+
+def _follow(equation: Equation, known: dict[Any, Spec], sizes: dict[str, int]) -> None:
+    """Enter the specs of an equation's outputs."""
+    outputs = _rule(equation)(equation, [_spec_in(known, atom) for atom in equation.invars], sizes)
+    for var, found in zip(equation.outvars, outputs, strict=True):
+        known[var] = fitting(found, var.aval.shape, sizes)
+
+
+def _spec_in(known: dict[Any, Spec], atom: Any) -> Spec:
+    whole = _whole(atom.aval.shape)
+    return whole if isinstance(atom, Literal) else known.get(atom, whole)
+
+
+def _partner_of(body: Any, var: Any, given: Sequence[Sharding | None], sizes: dict[str, int]) -> Spec | None:
+    """How the first array of its shape is split that stands beside `var` in an elementwise equation."""
+    known = {atom: sharding.spec for atom, sharding in zip(body.invars, given, strict=True) if sharding is not None}
+    if not var.aval.shape:
+        return None
+    for equation in body.eqns:
+        if var in [atom for atom in equation.invars if not isinstance(atom, Literal)]:
+            name = equation.primitive.name
+            if name not in _BESIDE_BY_SHAPE and _rule(equation) is not _like_operands:
+                return None
+            shape = var.aval.shape
+            partners = [a for a in equation.invars if a is not var and a.aval.shape == shape]
+            return next((spec for spec in (_spec_in(known, atom) for atom in partners) if any(spec)), None)
+        _follow(equation, known, sizes)
+    return None
 
 
 def _rule(equation: Equation) -> Rule:
