@@ -170,7 +170,7 @@ def wait_cases(rounds: int, microbatches: int) -> None:
     four = [pw.slice(1, island=name) for name in "abcd"]
     measures, ideal_s = {}, {}
     for name, slices in (("one island", one), ("four islands", four)):
-        for schedule in ("gpipe", "1f1b"):
+        for schedule in ("1f1b", "eager_1f1b"):
             options = {"microbatches": microbatches, "schedule": schedule, "cost": lambda task: 1.0}
             call = ours(slices, waiting, host, microbatches, **options)
             jax.block_until_ready(call())
@@ -182,7 +182,7 @@ def wait_cases(rounds: int, microbatches: int) -> None:
         case = f"compute-bound {STAGES} x {microbatches}, device wait, {name}"
         goal = Goal("ratio", ">=", 0.95)
         report(BENCH, case, 1 / seconds, "steps/s", rival="ideal", rival_value=1 / ideal_s[name], goal=goal)
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in ("1f1b", "eager_1f1b"):
         report(
             BENCH,
             f"stages on four islands, {schedule}, device wait (Figure 10)",

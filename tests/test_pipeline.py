@@ -224,7 +224,7 @@ def test_the_plan_holds_no_more_activations_than_the_schedule_promises(client: A
         promised = by_name[schedule].holds(0, arrangement.shape)
         assert one_pass >= 1
         assert held(lowered, "east") <= promised * one_pass
-        assert promised == {"gpipe": 8, "1f1b": 2, "zero_bubble": 2, "interleaved": 5}[schedule]
+        assert promised == {"gpipe": 8, "1f1b": 2, "eager_1f1b": 3, "zero_bubble": 2, "interleaved": 5}[schedule]
 
 
 def test_devices_keep_to_the_schedule(client: Any) -> None:

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathway.programs.layers import sequential_stages, split_layers
     from pathway.programs.pipelines import Pipeline, pipeline
+    from pathway.programs.replicas import DataParallel, data_parallel
     from pathway.programs.schedules import Arrangement, Pass, Schedule, Shape, Task
 
 __all__ = [
     "Arrangement",
+    "DataParallel",
     "Pass",
     "Pipeline",
     "Schedule",
     "Shape",
     "Task",
+    "data_parallel",
     "pipeline",
     "sequential_stages",
     "split_layers",
@@ -27,11 +30,13 @@ __all__ = [
 
 _HOME = {
     "Arrangement": "schedules",
+    "DataParallel": "replicas",
     "Pass": "schedules",
     "Pipeline": "pipelines",
     "Schedule": "schedules",
     "Shape": "schedules",
     "Task": "schedules",
+    "data_parallel": "replicas",
     "pipeline": "pipelines",
     "sequential_stages": "layers",
     "split_layers": "layers",

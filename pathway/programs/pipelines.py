@@ -241,7 +241,8 @@ class _Passes:
                 terms[index].append(term)
         gradients = []
         for leaf, its_terms in zip(self.leaves, terms, strict=True):
-            total = its_terms[0] if its_terms else jnp.zeros_like(leaf)
+            # The barrier makes the zeros where the leaf is: with nothing to read they could be anywhere.
+            total = its_terms[0] if its_terms else jax.lax.optimization_barrier((jnp.zeros_like(leaf), leaf))[0]
             for term in its_terms[1:]:
                 total = _sum(total, term)
             gradients.append(total)

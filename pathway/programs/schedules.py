@@ -6,8 +6,8 @@ time: a slice that is free takes, among the passes whose inputs have come, a bac
 a pass for the weights, and the lowest microbatch. So a schedule is a few lines, and a drawing shows whether they are
 right:
 
-    eager = Schedule("eager", before=lambda first, second, shape: False)
-    svg = eager.draw(stages=4, microbatches=8)
+    greedy = Schedule("greedy", before=lambda first, second, shape: False)
+    svg = greedy.draw(stages=4, microbatches=8)
 
 Prior art: GPipe (Huang et al. 2018), 1F1B (PipeDream-flush, Narayanan et al. 2021), interleaved 1F1B (Megatron-LM),
 ZB-H1 (Qi et al. 2023); schedules as predicates: shardy and jaxpp.
@@ -249,12 +249,17 @@ gpipe = Schedule(
 """All forward passes, then all backward passes."""
 
 
-def _one_forward_one_backward(first: Task, second: Task, shape: Shape) -> bool:
+def _in_flight(first: Task, second: Task, most: int) -> bool:
+    """Whether the first is the backward pass for which the second, a forward pass, waits when `most` are in flight."""
     return (
         (first.kind, second.kind) == (Pass.BACKWARD, Pass.FORWARD)
         and first.stage == second.stage
-        and second.microbatch >= first.microbatch + shape.stages - first.stage
+        and second.microbatch >= first.microbatch + most
     )
+
+
+def _one_forward_one_backward(first: Task, second: Task, shape: Shape) -> bool:
+    return _in_flight(first, second, shape.stages - first.stage)
 
 
 one_forward_one_backward = Schedule(
@@ -263,6 +268,14 @@ one_forward_one_backward = Schedule(
     holds=lambda slice, shape: sum(min(shape.microbatches, shape.stages - s) for s in shape.stages_on(slice)),
 )
 """A stage takes a new microbatch only when one is done of as many as there are stages from it to the end."""
+
+eager = Schedule(
+    "eager_1f1b",
+    before=lambda first, second, shape: _in_flight(first, second, shape.stages - first.stage + 1),
+    holds=lambda slice, shape: sum(min(shape.microbatches, shape.stages - s + 1) for s in shape.stages_on(slice)),
+)
+"""1F1B with one microbatch more in flight. In 1F1B a stage has nothing to do while a cotangent travels to it and the
+next activation from it; the one more fills that time."""
 
 
 def _zero_bubble(first: Task, second: Task, shape: Shape) -> bool:
@@ -326,7 +339,9 @@ interleaved = Schedule(
 )
 """1F1B with several stages on each slice, in turn: the bubble is as many times smaller."""
 
-by_name: Mapping[str, Schedule] = {s.name: s for s in (gpipe, one_forward_one_backward, interleaved, zero_bubble)}
+by_name: Mapping[str, Schedule] = {
+    s.name: s for s in (gpipe, one_forward_one_backward, eager, interleaved, zero_bubble)
+}
 """The schedules that have a name."""
 
 
