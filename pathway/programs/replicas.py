@@ -83,6 +83,10 @@ class DataParallel:
         """The mean loss of the batch, and for each replica its gradient (and what rounding took away)."""
         return self._program(list(params), *self._dealt(state_and_batch))
 
+    def on_parts(self, params: Sequence[Tree], parts: Sequence[tuple[Tree, ...]], residue: Any = None) -> Any:
+        """The same for a batch that has been dealt out already: for each replica its arguments, on its own slices."""
+        return self._program(list(params), residue, [tuple(part) for part in parts])
+
     def lower(self, params: Sequence[Tree], *state_and_batch: Tree) -> pw.Lowered:
         """As `pathway.Program.lower`."""
         lowered: pw.Lowered = self._program.lower(list(params), *self._dealt(state_and_batch))
