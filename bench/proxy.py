@@ -54,7 +54,11 @@ def main() -> None:
             "JAX_BACKEND_TARGET": address,
             "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true",
         }
-        shared = {**proxied_environment, "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY": directory}
+        shared = {
+            **proxied_environment,
+            "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY": directory,
+            "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES": str(1 << 20),
+        }
         with (
             Subject("local", [program], environment=local_environment) as local,
             Subject("proxied", [program], environment=proxied_environment) as proxied,

@@ -1,4 +1,4 @@
-"""The table in docs/proxy.md is that of the programs in `proxy_programs`. Written by python -m tests.test_proxy_docs."""
+"""The table in docs/proxy.md: that of the programs in `proxy_programs`. It is written by running this module."""
 
 from __future__ import annotations
 

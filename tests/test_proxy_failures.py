@@ -101,6 +101,28 @@ def test_what_a_dead_client_had_is_freed(cluster: ClusterUnderTest, proxy: str, 
         cluster.wait_until(lambda: sessions(cluster) == 0, "the dead client's session is closed", timeout_s=5)
 
 
+def test_large_arrays_may_pass_through_a_directory(cluster: ClusterUnderTest, tmp_path: Path) -> None:
+    directory = tmp_path / "transfers"
+    directory.mkdir()
+    proxy = cluster.cluster.start_proxy("127.0.0.1:0", "--transfer-directory", str(directory))
+    prefix = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION"
+    settings = {f"{prefix}_DIRECTORY": str(directory), f"{prefix}_THRESHOLD_BYTES": "4096"}
+    changed = directory.stat().st_mtime_ns
+    with JaxProcess(proxy, tmp_path, **settings) as client:
+        client.run("value = np.arange(1 << 20, dtype=np.float32); x = jax.device_put(value)")
+        assert client.run("np.array_equal(x + 0, value)") is True
+    assert directory.stat().st_mtime_ns > changed, "nothing came through the directory"
+    assert list(directory.iterdir()) == []
+
+
+def test_arrays_of_more_than_a_chunk_come_and_go(client: JaxProcess) -> None:
+    client.run("value = np.arange(5 << 20, dtype=np.float32).reshape(5, -1)")
+    client.run("sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), 'x'), P(None, 'x'))")
+    assert client.run("x = jax.device_put(value, sharding); np.array_equal(x, value)") is True
+    assert client.run("np.array_equal(x.addressable_shards[1].data, value[:, 1 << 19:])") is True
+    assert client.run("np.array_equal(x.T, value.T)") is True
+
+
 def test_clients_do_not_see_one_another(proxy: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with JaxProcess(proxy, tmp_path) as one, JaxProcess(proxy, tmp_path / "other") as other:

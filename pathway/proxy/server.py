@@ -188,7 +188,6 @@ class ProxyServer:
     def _lookup(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         session = self._find(request.session_id, context)
         pending = session.host_buffers.expect(request.handle)
-        context.add_callback(lambda: None)
         pending.wait()
         if pending.error is not None:
             _abort(context, of_info(pending.error))
@@ -209,10 +208,11 @@ class ProxyServer:
                     Code.FAILED_PRECONDITION, "this server shares no directory with clients (--transfer-directory)"
                 )
             path = Path(self._settings.directory) / f"lt_{metadata.handle}"
-            data = np.fromfile(path, np.uint8)
-            if data.nbytes != metadata.buffer_size:
-                raise StatusError(Code.INVALID_ARGUMENT, f"{path} has {data.nbytes} bytes, not {metadata.buffer_size}")
-            data.flags.writeable = False
+            size = path.stat().st_size
+            if size != metadata.buffer_size:
+                raise StatusError(Code.INVALID_ARGUMENT, f"{path} has {size} bytes, not {metadata.buffer_size}")
+            data = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+            path.unlink()  # the client leaves it to us; what is mapped stays
             session.host_buffers.store(metadata.handle, data)
         except OSError as error:
             _abort(context, StatusError(Code.NOT_FOUND, f"the host buffer's file cannot be read: {error}"))
