@@ -29,7 +29,6 @@ from pathway.transport.messages import CHUNK_BYTES, Chunk, PutShard, Shared, Tra
 from pathway.transport.shm import SharedMemory, SharingLink
 from pathway.transport.sockets import Dealer, Delivery, Router, hello
 
-
 WIRE_CREDIT_BYTES = TELL_TAKEN_BYTES
 """The least with which everything still moves."""
 

@@ -45,8 +45,8 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True, tag=1):
     """The first message of every peer. `role`: client, worker, executor or peer (a bulk link). `resume` names a session
     that this client had before its connection broke (0: none). On a bulk link, `session` is the client's (0: an
-    executor's link). `token` proves either (see `permissions`). `weight` is the share that a client asks for, `priority`
-    how it stands under a policy of priorities; 0: what its key has."""
+    executor's link). `token` proves either (see `permissions`). `weight` is the share that a client asks for,
+    `priority` how it stands under a policy of priorities; 0: what its key has."""
 
     protocol: int
     version: str
