@@ -17,7 +17,8 @@ from pathway.errors import ErrorInfo
 from pathway.proxy import specs, wire
 from pathway.proxy.cluster import ClusterView
 from pathway.proxy.hostbuffers import HostBuffers
-from pathway.proxy.session import SERVER_HANDLES, Session
+from pathway.proxy.session import Session
+from pathway.proxy.state import SERVER_HANDLES
 from pathway.proxy.status import Code, StatusError, of_exception, of_info
 from pathway.proxy.versions import negotiate
 from pathway.testing.cluster import ClusterUnderTest, local_cluster

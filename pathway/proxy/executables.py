@@ -19,6 +19,7 @@ from pathway.proxy.runs import Moves, OneStepPlan, execution
 from pathway.proxy.specs import DEFAULT_MEMORY, dtype_kind, fill_layout
 from pathway.proxy.status import StatusError, invalid, of_info, unimplemented
 from pathway.proxy.values import Buffer, Value, Values
+from pathway.proxy.waiting import once
 from pathway.transport import messages as m
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -97,28 +98,12 @@ class Compilation:
             if left == 0:
                 error = _first_error(replies)
                 if error is not None:
-                    answered(None, self._explained(error))
+                    answered(None, of_info(error))
                 else:
                     answered(replies[0].value.answer, None)
 
         for reply in replies:
-            reply.add_waiter(_once(one_came))
-
-    def _explained(self, error: ErrorInfo) -> StatusError:
-        """An executor that ends while it compiles takes its island with it."""
-        return of_info(error)
-
-
-def _once(function: Callable[[], None]) -> Callable[[], None]:
-    called = False
-
-    def call() -> None:
-        nonlocal called
-        if not called:
-            called = True
-            function()
-
-    return call
+            reply.add_waiter(once(one_came))
 
 
 def _first_error(replies: Sequence[Pending]) -> ErrorInfo | None:

@@ -21,6 +21,7 @@ from pathway.errors import ErrorInfo
 from pathway.proxy.cluster import ClusterIsland, ClusterView
 from pathway.proxy.specs import Spread
 from pathway.proxy.status import StatusError, invalid, of_info
+from pathway.proxy.waiting import all_of
 from pathway.transport import messages as m
 from pathway.transport.bulk import HostBytes
 
@@ -141,7 +142,7 @@ class Values:
         if any(buffer.kind.binding is not kind.binding for buffer, _ in sources):
             raise self.loss(next(b for b, _ in sources if b.kind.binding is not kind.binding))
         runs = [buffer.run for buffer, _ in sources if buffer.run is not None and not buffer.run.done]
-        made = self._new_buffer(kind, _all_of(runs) if runs else _failed(sources))
+        made = self._new_buffer(kind, all_of(runs) if runs else _failed(sources))
         bound = kind.binding.bound
         numbers = tuple(buffer.number for buffer, _ in sources)
         self._cluster.send(m.AssembleBuffer(made.number, bound.island, bound.incarnation, kind.physical, numbers))
@@ -218,25 +219,6 @@ def _lost(island: str, incarnation: int) -> ErrorInfo:
 
 def _failed(sources: Sequence[tuple[Buffer, int]]) -> Pending | None:
     return next((b.run for b, _ in sources if b.run is not None and b.run.error is not None), None)
-
-
-def _all_of(runs: Sequence[Pending]) -> Pending:
-    """What ends when all of these have, with the first error among them."""
-    if len(runs) == 1:
-        return runs[0]
-    both = Pending()
-
-    def one_ended() -> None:
-        if all(run.done for run in runs):
-            error = next((run.error for run in runs if run.error is not None), None)
-            if error is not None:
-                both.fail(error)
-            else:
-                both.resolve()
-
-    for run in runs:
-        run.add_waiter(one_ended)
-    return both
 
 
 class _ShardFetch(ArrayFetch):
