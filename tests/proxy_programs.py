@@ -395,7 +395,38 @@ def _() -> Any:
     return params, losses
 
 
-@program("integer division, shapes and other errors of tracing")
+@program("a flax model trained with optax")
+def _() -> Any:
+    import flax.linen as nn
+    import optax
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(4)(nn.relu(nn.LayerNorm()(nn.Dense(16)(x))))
+
+    model, optimizer = Model(), optax.adamw(1e-2)
+    params = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    state = optimizer.init(params)
+    x, y = values(8, 8) / 10, np.arange(8) % 4
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(3):
+        params, state, value = step(params, state)
+        losses.append(value)
+    return losses, params
+
+
+@program("errors of tracing")
 def _() -> Any:
     return jax.jit(lambda x, y: x @ y)(values(3, 2), values(3, 2))
 
