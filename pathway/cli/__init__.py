@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed, 2 used or configured wrongly, or refused."""
     parser = make_parser()
     options, rest = parser.parse_known_args(argv)
-    if rest and options.command != "demo":  # whose flags are its own
+    if rest and options.command not in ("demo", "train"):  # whose flags are their own
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     from pathway.cli import commands
     from pathway.errors import ConfigError, PathwayError

@@ -18,6 +18,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         from pathway.demo import main
 
         return main(rest) or 0
+    if options.command == "train":
+        from pathway.programs.llm.command import main as train
+
+        return train(rest)
     if options.command == "keygen":
         return _keygen(options)
     names = {field.name for field in dataclasses.fields(Settings)}

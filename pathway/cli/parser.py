@@ -27,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     _status(commands)
     _orders(commands)
     _keygen(commands)
+    commands.add_parser("train", help="train a language model over islands", add_help=False)  # has its own flags
     commands.add_parser("demo", help="train a digit classifier over two islands", add_help=False)  # has its own flags
     return parser
 

@@ -1,0 +1,1 @@
+"""A decoder-only language model, its training over islands, and what it is trained on."""
