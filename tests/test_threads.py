@@ -213,6 +213,53 @@ def test_a_waiting_thread_receives_for_itself_and_the_task_gets_the_rest() -> No
     run(main)
 
 
+def test_nothing_stays_behind_when_one_thread_receives_and_another_sends() -> None:
+    """T-6: who finds the lock taken leaves its frames to whoever receives in that moment."""
+
+    async def main() -> None:
+        messages = 3000
+        arrived: list[int] = []
+        all_there = trio.Event()
+
+        def take(peer: Any, message: Any) -> None:
+            if isinstance(message, Ping):
+                router.post(peer, Pong(message.number))
+                arrived.append(message.number)
+                if len(arrived) == messages:
+                    all_there.set()
+
+        with Router.bind("tcp://127.0.0.1:0") as router:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, router, take)
+                dealer, _ = await ThreadSafeDealer.open(router.address, hello("client"))
+                over = threading.Event()
+
+                async def receive() -> None:
+                    while True:
+                        await dealer.receive_batch()
+
+                def receive_here() -> None:
+                    while not over.is_set():
+                        dealer.receive_here(lambda batch: None, over.is_set, timeout_s=0.0002)
+
+                def send() -> None:
+                    for number in range(messages):
+                        dealer.send(Ping(number))
+
+                nursery.start_soon(receive)
+                nursery.start_soon(trio.to_thread.run_sync, receive_here)
+                await trio.to_thread.run_sync(send)
+                # From here on nobody sends any more: whatever stayed behind would stay for ever.
+                await all_there.wait()
+                over.set()
+                dealer.look_here()
+                assert arrived == list(range(messages))
+                nursery.cancel_scope.cancel()
+            dealer.close()
+
+    run(main)
+
+
 def test_the_end_of_a_link_ends_a_thread_that_receives() -> None:
     async def main() -> None:
         router = Router.bind("tcp://127.0.0.1:0")

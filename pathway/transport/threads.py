@@ -16,6 +16,7 @@ Invariants (in addition to those of `link`)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -92,10 +93,13 @@ class ThreadSafeDealer(Dealer):
         every `look_here`. Returns before that where another thread receives, the link ends or is called back by its
         trio task, or `timeout_s` passes: then the caller waits in another way."""
         with self._lock:
-            if self._received_here or self._called_back or not self._readiness.parked or self.is_over:
-                return
-            self._received_here = True
-            self._readiness.ignore(self._descriptor)
+            taken = self._received_here or self._called_back or not self._readiness.parked or self.is_over
+            if not taken:
+                self._received_here = True
+                self._readiness.ignore(self._descriptor)
+        self._send_left_behind()
+        if taken:
+            return
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not is_over() and not self._called_back:
@@ -104,6 +108,7 @@ class ThreadSafeDealer(Dealer):
                     if not self.closed:
                         self._receive_into(batch)
                     self._called_back |= self.is_over
+                self._send_left_behind()
                 if batch:
                     take(batch)
                 elif not self._wait_here(deadline):
@@ -117,6 +122,13 @@ class ThreadSafeDealer(Dealer):
                     self._readiness.heed(self._descriptor)
                     if self._called_back or int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # T-1
                         self._readiness.wake()
+            self._send_left_behind()
+
+    def _send_left_behind(self) -> None:
+        """The lock was just given back: send what others queued meanwhile (T-6)."""
+        if self._queue and not self.is_over:
+            with contextlib.suppress(DisconnectedError):  # the receiver reports that
+                self._send_queued()
 
     def _wait_here(self, deadline: float | None) -> bool:
         timeout_ms = None if deadline is None else 1000 * (deadline - time.monotonic())
@@ -138,18 +150,16 @@ class ThreadSafeDealer(Dealer):
             self.look_here()
 
     def _collect(self) -> Batch:
+        batch: Batch = []
         with self._lock:
-            if self._received_here:
-                self._called_back = True
+            self._called_back = self._received_here
+            if self._called_back:
                 self.look_here()
-                self._readiness.parked = True
-                return []
-            self._called_back = False
-            batch = super()._collect()
+            else:
+                batch = super()._collect()
             if not batch:
                 self._readiness.parked = True
-        if self._queue and not self.is_over:
-            self._send_queued()
+        self._send_left_behind()
         return batch
 
     def close(self, linger_s: float = 0.5) -> None:
