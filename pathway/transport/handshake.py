@@ -19,9 +19,7 @@ from pathway.version import PROTOCOL_VERSION, __version__
 HELLO_TAG = 1
 
 
-def hello(
-    role: str, name: str = "", resume: int = 0, token: int = 0, weight: float = 0.0, priority: int = 0
-) -> Hello:
+def hello(role: str, name: str = "", resume: int = 0, token: int = 0, weight: float = 0.0, priority: int = 0) -> Hello:
     """A `Hello` of this version. `role` is client, worker, executor, peer, admin or observer."""
     return Hello(PROTOCOL_VERSION, __version__, role, name, resume, token, weight=weight, priority=priority)
 
