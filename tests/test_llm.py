@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,17 @@ def test_checkpoints_that_do_not_fit(client: Any, tmp_path: Path) -> None:
     with pytest.raises(pw.ConfigError, match="cannot be read"):
         wider.resume()
     wider.release()
+
+
+def test_the_example_trains(client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import train_lm
+
+    monkeypatch.setattr(pw, "connect", lambda *_, **__: contextlib.nullcontext(client))
+    train_lm.main(Path(__file__).parents[1] / "LICENSE", steps=3)
+    shown = capsys.readouterr().out
+    assert "the replicas are the same to the last bit: True" in shown
+    [ours, twins] = re.findall(r"-> ([\d.]+)", shown)
+    assert float(ours) == pytest.approx(float(twins), abs=2e-3)
 
 
 def test_the_command_trains_saves_goes_on_and_draws(
