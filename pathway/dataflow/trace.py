@@ -179,7 +179,7 @@ def _refuse_effects(closed: Any, name: str) -> None:
         if primitive in _IMPURE or "callback" in primitive:
             raise ProgramError(
                 f"{name} calls back into Python ({primitive}), at {source_line(equation)}. A program runs away "
-                "from this process: return the value, or use pathway.host for Python next to the devices"
+                "from this process: return the value, and print or handle it where it is returned"
             )
     for equation in opened(closed)[0].eqns:
         if equation.effects:
