@@ -57,7 +57,8 @@ def test_a_lost_island_is_named_and_its_slice_returns(fragile):
 
 
 def test_a_scheduler_that_dies_leaves_nobody_waiting(fragile):
-    with pw.Client(fragile.address) as client:
+    with pw.Client(fragile.address) as holder, pw.Client(fragile.address) as client:
+        holder.slice(2, island="west")
         home = client.slice(1, island="east")
         x = client.put(X, home)
         f = pw.jit(home)(lambda x: x + 1)
@@ -66,7 +67,7 @@ def test_a_scheduler_that_dies_leaves_nobody_waiting(fragile):
 
         def wait_for_a_slice() -> None:
             try:
-                client.slice(2, island="east")
+                client.slice(2, island="west")  # another holds it, so this waits until the scheduler has gone
             except pw.PathwayError as error:
                 ended.append(error)
 
