@@ -52,10 +52,6 @@ class Binding:
             kind = self.kinds.setdefault(key, ArrayKind(self, *key))
         return kind
 
-    def kind_of(self, layout: Layout) -> ArrayKind:
-        """The kind for arrays laid out so. The layout's devices are this binding's."""
-        return self.kind(layout.aval, layout.sharding)
-
     def host_of(self, device: int) -> int:
         """Which host of the island has the device."""
         return device // self.bound.devices_per_host

@@ -321,11 +321,6 @@ def wait_for(token: Any) -> None:
     token.block_until_ready()
 
 
-def wait_for_array(array: Array) -> None:
-    """Wait for an array, without the interpreter's lock. Raises the error that it holds."""
-    array.block_until_ready()
-
-
 def is_ready(arrays: Sequence[Array]) -> bool:
     """Whether all are computed, as values or as errors. A donated one says nothing any more: False."""
     for array in arrays:  # noqa: SIM110 (a generator costs more than this loop)
