@@ -51,6 +51,8 @@ class Settings:
     max_sessions: int = 1000
     """Clients connected at once."""
     max_plans_per_session: int = 10_000
+    max_program_mib_per_session: int = 4096
+    """Compiled programs that one client may have the cluster keep."""
     max_message_mib: int = 256
     """The largest message that a scheduler takes. Computations are the largest."""
     max_undelivered_mib: int = 256
@@ -80,6 +82,7 @@ class Settings:
             "credits_per_island",
             "max_sessions",
             "max_plans_per_session",
+            "max_program_mib_per_session",
             "max_message_mib",
             "max_undelivered_mib",
         ):

@@ -33,6 +33,7 @@ from pathway.executor.gangs import (
     part_info,
     with_result_gangs,
 )
+from pathway.executor.gangs import submitted as event_of
 from pathway.executor.leader import LeaderCore
 from pathway.transport import messages as m
 
@@ -468,3 +469,50 @@ def test_a_buffer_made_of_others_is_there_when_every_host_says_so() -> None:
     assert leader.start(10, 1, 2) == [Begin(submitted(10, 1, 2).message, (2,))][1:]
     assert leader.host(1, m.BufferArrived(S, 2)) == []
     assert [type(one) for one in leader.host(0, m.BufferArrived(S, 2))] == [SendToFollowers, Launch]
+
+
+# -- what clients cannot ask for (L-5) ---------------------------------------------------------------------------------
+
+
+def impossible(out: list[Any]) -> tuple[Begin, ErrorInfo]:
+    """The Begin of a run that cannot be, and the error that its gang is poisoned with."""
+    begin = next(one for one in out if isinstance(one, Begin))
+    poison = next(one for one in out if isinstance(one, Poison))
+    return begin, poison.error
+
+
+def submit(leader: Leader, run: int, arguments: bytes, first: int) -> list[Any]:
+    return leader.handle(event_of(m.StartPart(S, run, 1, first, Raw(arguments))))
+
+
+@pytest.mark.parametrize("arguments", [b"\x90", b"\x92\x01\x02", b"\xc0", b"\x91\xc0", b"\x91\x91\x01", b"\xa1x"])
+def test_other_arguments_than_the_plan_takes_are_errors_that_nobody_waits_for(arguments: bytes) -> None:
+    leader = Leader(hosts=2)
+    leader.register(1, PartInfo("part", (GangInfo(reads=(0,), results=(0,)),), {}, True, arguments=1, results=(0,)))
+    out = submit(leader, 1, arguments, 100)
+    begin, error = impossible(out)
+    assert (error.kind, begin.arguments) == ("ProtocolError", (b"",))
+    [to_followers] = [one.message for one in out if isinstance(one, SendToFollowers)][:1]
+    assert event_of(to_followers).arguments == (b"",)  # followers are never told what they cannot read
+    assert [one.message for one in out if isinstance(one, SendToScheduler)] == [m.PartFailed(S, 1, error)]
+
+
+def test_a_result_is_a_buffer_that_was_not_there() -> None:
+    """Two runs that name the same results: the second would end what the first had begun."""
+    leader = Leader()
+    part = PartInfo("part", (GangInfo(reads=(0,), results=(0, 1)),), {}, True, arguments=1, results=(0, 1))
+    leader.register(1, part)
+    leader.handle(m.PutOnIsland(S, 7, layout(0), None))  # not here yet, so both runs would wait for it
+    submit(leader, 1, b"\x91\x07", 100)
+    for first in (100, 99, 101, 6, -5, 1 << 62, (1 << 64) - 1):
+        begin, error = impossible(submit(leader, 2, b"\x91\x07", first))
+        assert error.kind == "ProtocolError"
+        assert begin.message.first_result < -(1 << 61)  # where nobody's results are
+    out = leader.host(0, m.BufferArrived(S, 7))
+    assert [one for one in out if isinstance(one, Launch)] == [Launch(S, 1, 0)]
+    leader.handle(m.FreeBuffers(S, (100, 101, 7)))
+    assert len(impossible_buffers(leader)) == 0
+
+
+def impossible_buffers(leader: Leader) -> list[int]:
+    return [number for session in leader.core._sessions.values() for number in session.buffers]

@@ -15,6 +15,7 @@ from pathway.sched.clients import Limits
 from pathway.sched.core import SchedulerCore, SchedulerSettings
 from pathway.sched.events import Close, MessageReceived, Send
 from pathway.sched.ownership import check_reach, reach_of_plan, within
+from pathway.sched.sessions import UsedNumbers
 from pathway.transport import messages as m
 from pathway.version import PROTOCOL_VERSION, __version__
 
@@ -77,13 +78,13 @@ def run(number: int, plan: int, parts: int = 1) -> m.StartRun:
 
 
 def edge(source: str, target: str, target_device: int) -> Edge:
-    return Edge(0, source, target, 1, 0, layout(0), layout(target_device))
+    return Edge(0, source, target, 1, 2, layout(0), layout(target_device))
 
 
 def test_a_plan_reaches_what_its_steps_values_and_edges_name() -> None:
     parts = (
         payload(part("east", 0, slots=(layout(1), layout(2)), edges_out=(edge("east", "west", 3),))),
-        payload(part("west", 2)),
+        payload(part("west", 2, slots=(layout(2),) * 3, edges_in=(edge("east", "west", 3),))),
     )
     assert reach_of_plan(parts) == {"east": {0, 1, 2}, "west": {2, 3}}
 
@@ -121,8 +122,9 @@ def test_a_plan_on_somebody_elses_devices_is_refused() -> None:
     assert not set(alice.devices) & set(mallory.devices)
     own = cluster.say(ALICE, m.RegisterPlan(1, "own", (payload(part("east", *alice.devices)),)))
     assert [type(message) for message in own] == [m.RegisterPart]
-    for stolen in (part("east", *alice.devices), part("east", mallory.devices[0], alice.devices[0]), part("west", 0)):
-        [failed] = cluster.say(MALLORY, m.RegisterPlan(1, "theft", (payload(stolen),)))
+    thefts = (part("east", *alice.devices), part("east", mallory.devices[0], alice.devices[0]), part("west", 0))
+    for number, stolen in enumerate(thefts, 1):
+        [failed] = cluster.say(MALLORY, m.RegisterPlan(number, "theft", (payload(stolen),)))
         assert isinstance(failed, m.PlanFailed)
         assert failed.error.kind == "PermissionDeniedError"
     [refused] = cluster.say(MALLORY, run(1, 1))
@@ -198,6 +200,43 @@ def test_a_session_is_resumed_by_the_key_that_opened_it() -> None:
     assert resumed.peer == ALICE
 
 
+def test_a_plan_number_is_used_once() -> None:
+    """Executors keep what came first under a number: what came later would be checked, and the first would run."""
+    cluster, alice, _ = two_clients()
+    second = cluster.slice(ALICE, 2, 2, "west")
+    there = payload(part("west", *second.devices))
+    first = m.RegisterPlan(1, "first", (payload(part("east", *alice.devices)),))
+    assert [type(message) for message in cluster.say(ALICE, first)] == [m.RegisterPart]
+    assert cluster.say(ALICE, first) == []  # sent again after a resume
+    cluster.say(ALICE, m.ReleaseSlice(1))
+    for _ in range(2):
+        [failed] = cluster.say(ALICE, m.RegisterPlan(1, "second", (there,)))
+        assert isinstance(failed, m.PlanFailed)
+        assert failed.error.kind == "ProtocolError"
+        [refused] = [one for one in cluster.say(ALICE, run(1, 1)) if isinstance(one, m.RunFailed)] or [None]
+        cluster.say(ALICE, m.ReleasePlan(1))
+    assert refused is None  # run 1 was refused before
+    numbers = UsedNumbers()
+    assert [numbers.use(number) for number in (1, 3, 2, 3, 1, 4, 0, -1, 2, 5)] == [
+        *(True, True, True, False, False, True, False, False, False, True),
+    ]
+    assert sum(numbers.use(10 + 2 * number) for number in range(20_000)) == UsedNumbers.MOST_APART
+
+
+def test_a_session_keeps_so_many_bytes_of_programs() -> None:
+    cluster = Cluster("east", limits=Limits(computation_bytes_per_session=100))
+    cluster.hello(ALICE, "client")
+    bound = cluster.slice(ALICE, 1, 2)
+    for key, nbytes in (("a", 60), ("b", 60), ("c", 40)):
+        cluster.say(ALICE, m.RegisterComputation(key, b"", b"x" * nbytes))
+    own = part("east", *bound.devices)
+    for number, key, fails in ((1, "a", False), (2, "b", True), (3, "c", False)):
+        answers = cluster.say(ALICE, m.RegisterPlan(number, key, (payload(own, computations=(key,)),)))
+        errors = [answer.error for answer in answers if isinstance(answer, m.PlanFailed)]
+        assert bool(errors) == fails
+        assert all(error.kind == "LimitError" and "max_program_mib_per_session" in error.message for error in errors)
+
+
 def test_limits_are_named_by_their_settings() -> None:
     cluster = Cluster("east", limits=Limits(sessions=1, plans_per_session=2))
     cluster.hello(ALICE, "client")
@@ -205,7 +244,7 @@ def test_limits_are_named_by_their_settings() -> None:
     assert isinstance(refused, Close)
     assert refused.refused == m.Refused("LimitError", "the scheduler has 1 sessions, which is its limit (max_sessions)")
     bound = cluster.slice(ALICE, 1, 2)
-    for number in (1, 2, 2):
+    for number in (1, 2):
         [sent] = cluster.say(ALICE, m.RegisterPlan(number, "plan", (payload(part("east", *bound.devices)),))) or [None]
         assert not isinstance(sent, m.PlanFailed)
     [failed] = cluster.say(ALICE, m.RegisterPlan(3, "plan", (payload(part("east", *bound.devices)),)))

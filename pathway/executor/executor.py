@@ -49,7 +49,6 @@ from pathway.transport.sockets import Dealer, PeerGone, hello
 
 log = logging.getLogger(__name__)
 
-_arguments_decoder = msgspec.msgpack.Decoder(tuple[int | bytes, ...])
 _part_decoder = msgspec.msgpack.Decoder(Part)
 
 
@@ -261,7 +260,7 @@ class Executor:
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def _start_part(self, message: m.StartPart) -> None:
-        self.handle(g.PartSubmitted(message, _arguments_decoder.decode(message.arguments)))
+        self.handle(g.submitted(message))
         if self._host.index == 0 and self._core.is_late(message.session, message.run):
             self._to_scheduler(m.PartsLate(((message.session, message.run),)))
 

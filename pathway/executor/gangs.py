@@ -7,7 +7,7 @@ its order: which gang waits for which edges, arguments and other gangs.
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from pathway.dataflow.plan import Execute, Gang, Part
 from pathway.errors import ErrorInfo
@@ -41,12 +41,15 @@ class EdgeInfo(Struct, frozen=True):
 
 
 class PartInfo(Struct, frozen=True):
-    """`single`: the part is one gang that waits for arguments only, the common case with a short way through."""
+    """`single`: the part is one gang that waits for arguments only, the common case with a short way through.
+    `arguments`: how many a run brings (None: not known, and not looked at). `results`: the numbers of all results."""
 
     name: str
     gangs: tuple[GangInfo, ...]
     edges: dict[int, EdgeInfo]
     single: bool
+    arguments: int | None = None
+    results: tuple[int, ...] = ()
 
 
 def with_result_gangs(part: Part) -> Part:
@@ -135,7 +138,9 @@ def part_info(part: Part, devices_per_host: int) -> PartInfo:
         )
         for edge in part.edges_in
     }
-    return PartInfo(part.plan_name, gangs, edges_in, single=len(gangs) == 1 and not edges_in)
+    single = len(gangs) == 1 and not edges_in
+    results = tuple(number for number, _ in part.results)
+    return PartInfo(part.plan_name, gangs, edges_in, single, len(part.arguments), results)
 
 
 def _reads(step: object) -> tuple[int, ...]:
@@ -162,6 +167,18 @@ class PartSubmitted(Struct, frozen=True):
 
     message: StartPart
     arguments: tuple[int | bytes, ...]
+
+
+_arguments_decoder = msgspec.msgpack.Decoder(tuple[int | bytes, ...])
+_NO_ARGUMENTS = Raw(b"\x90")
+
+
+def submitted(message: StartPart) -> PartSubmitted:
+    """The event that `message` is. Clients write the arguments: where they are none, there are none."""
+    try:
+        return PartSubmitted(message, _arguments_decoder.decode(message.arguments))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return PartSubmitted(msgspec.structs.replace(message, arguments=_NO_ARGUMENTS), ())
 
 
 class HostReported(Struct, frozen=True):

@@ -12,6 +12,8 @@ Invariants
   L-3  An error goes where the values would have gone: a gang that cannot have an input is poisoned with the input's own
        error, in the order, and its results and edges carry that error on. A part always ends.
   L-4  A part is over when every host has finished all of its gangs; then its run and its credit are given back, once.
+  L-5  A buffer is named once: a run that names as its result what exists already, or that brings other arguments than
+       its plan takes, goes through all the same, with errors in the place of its values, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from pathway.executor.gangs import (
     SendToFollowers,
     SendToScheduler,
 )
+from pathway.executor.impossible import NOWHERE, why_refused, without_inputs
 from pathway.executor.leader_state import DONATED, READY, Buffer, Part, Plan, Session
 from pathway.transport.messages import (
     AssembleOnIsland,
@@ -159,16 +162,20 @@ class LeaderCore:
             out.append(SendToScheduler(PartFailed(message.session, run, error)))
             return
         hosts = self.hosts
+        info = plan.info
+        buffers = session.buffers
+        self._seq += 1
+        refused = why_refused(event, info, buffers)
+        if refused is not None:
+            event = without_inputs(event, info, self._seq)
+            message = event.message
         if hosts > 1:
             out.append(SendToFollowers(message))
         out.append(Begin(message, event.arguments))
-        self._seq += 1
         part = Part(session, run, plan, self._seq, hosts, now)
         session.parts[run] = part
         plan.active += 1
-        info = plan.info
-        buffers = session.buffers
-        if info.single and not plan.awaited_hosts and plan.error is None:
+        if info.single and not plan.awaited_hosts and plan.error is None and refused is None:
             for argument in event.arguments:
                 if type(argument) is int and buffers.get(argument) is not READY:
                     break
@@ -188,12 +195,14 @@ class LeaderCore:
                 part.unplaced = 0
                 session.first_results[run] = first
                 return
-        self._enter(part, message.first_result, event.arguments)
+        self._enter(part, message.first_result, event.arguments, refused or plan.error)
         if not info.gangs:
             self._finish_if_over(part, out)
 
-    def _enter(self, part: Part, first_result: int, arguments: tuple[int | bytes, ...]) -> None:
-        """Count what every gang of the part waits for."""
+    def _enter(
+        self, part: Part, first_result: int, arguments: tuple[int | bytes, ...], refused: ErrorInfo | None
+    ) -> None:
+        """Count what every gang of the part waits for. `refused`: why none of them can be started."""
         session, plan, info = part.session, part.plan, part.plan.info
         session.first_results[part.run] = first_result
         count = len(info.gangs)
@@ -229,10 +238,11 @@ class LeaderCore:
             if gang.results:
                 what = f"a result of run {part.run}"
                 for result in gang.results:
-                    session.buffers[first_result + result] = Buffer(what)
+                    buffer = session.buffers[first_result + result] = Buffer(what)
+                    buffer.released = first_result <= NOWHERE
         for number in range(count):
-            if plan.error is not None:
-                self._doom(part, number, plan.error)
+            if refused is not None:
+                self._doom(part, number, refused)
             elif not part.missing[number]:
                 heappush(self._ready, (part.seq, number, part))
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pathway.errors import ErrorInfo
+from pathway.errors import ErrorInfo, ProtocolError
 from pathway.sched.cluster import Cluster, Island
 from pathway.sched.events import Close, Instruction, Send
 from pathway.sched.lanes import Lane, LaneScheduler, Run
-from pathway.sched.ownership import check_reach, within
+from pathway.sched.ownership import check_buffer, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
 from pathway.sched.policies import Policy
@@ -33,6 +33,7 @@ class Limits:
 
     sessions: int = 1000
     plans_per_session: int = 10_000
+    computation_bytes_per_session: int = 4 << 30
 
 
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
@@ -227,13 +228,22 @@ class Clients:
     def _register_computation(
         self, peer: Peer, message: m.RegisterComputation, now: float, out: list[Instruction]
     ) -> None:
-        self.plans.add_computation(owner(peer), message)
+        self.plans.add_computation(owner(peer), message, self._limits.computation_bytes_per_session)
 
     def _register_plan(self, peer: Peer, message: m.RegisterPlan, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
-        if len(session.plans) >= self._limits.plans_per_session and message.plan not in session.plans:
+        known = session.plans.get(message.plan)
+        if known is not None and known.message == message:  # sent again after a resume
+            if known.error is not None:
+                session.tell(m.PlanFailed(message.plan, known.error), now, self._lease_s, out)
+            return
+        if len(session.plans) >= self._limits.plans_per_session:
             reason = f"the session has {len(session.plans)} plans, which is the limit (max_plans_per_session)"
             session.tell(m.PlanFailed(message.plan, ErrorInfo("LimitError", reason)), now, self._lease_s, out)
+            return
+        if not session.plan_numbers.use(message.plan):  # N-4
+            error = ErrorInfo("ProtocolError", f"plan {message.plan}: its number was used before, or is out of order")
+            session.tell(m.PlanFailed(message.plan, error), now, self._lease_s, out)
             return
         plan = session.plans[message.plan] = self.plans.register(session, message, out)
         if plan.error is not None:
@@ -308,8 +318,7 @@ class Clients:
         session.active_at = now
         lane = self.cluster.lane(message.island, message.incarnation)
         if lane is not None:
-            reach = {message.island: frozenset(message.layout.devices)}
-            check_reach(reach, session.reach(), f"buffer {message.buffer}")
+            check_buffer(f"buffer {message.buffer}", message.island, message.layout, session.reach())
             session.lanes[lane] = None
             put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
             self.lanes.send_behind(lane, session.id, put, out)
@@ -318,8 +327,9 @@ class Clients:
         session = owner(peer)
         lane = self.cluster.lane(message.island, message.incarnation)
         if lane is not None:
-            reach = {message.island: frozenset(message.layout.devices)}
-            check_reach(reach, session.reach(), f"buffer {message.buffer}")
+            check_buffer(f"buffer {message.buffer}", message.island, message.layout, session.reach())
+            if len(message.sources) != len(message.layout.devices):
+                raise ProtocolError(f"{len(message.sources)} shards for {len(message.layout.devices)} devices")
             session.lanes[lane] = None
             assemble = m.AssembleOnIsland(session.id, message.buffer, message.layout, message.sources)
             self.lanes.send_behind(lane, session.id, assemble, out)

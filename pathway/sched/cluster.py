@@ -35,6 +35,9 @@ from pathway.transport.messages import (
 
 ISLAND_RECORD = "island"
 
+MOST_HOSTS, MOST_DEVICES = 65_536, 4_096
+"""Of an island, and of a host: what is announced costs its sender nothing, and the scheduler a list of so many."""
+
 
 class IslandRecord(msgspec.Struct, frozen=True):
     """What is remembered of an island across the scheduler's death."""
@@ -325,7 +328,8 @@ def _why_not(island: Island | None, joined: HostJoined) -> str:
     who = f"host {joined.host_index} of island {joined.island!r}"
     if not joined.island:
         return "an island needs a name"
-    if joined.hosts < 1 or joined.devices < 1 or not 0 <= joined.host_index < joined.hosts:
+    sizes_fit = 1 <= joined.hosts <= MOST_HOSTS and 1 <= joined.devices <= MOST_DEVICES
+    if not sizes_fit or not 0 <= joined.host_index < joined.hosts:
         return (
             f"{who}: {joined.hosts} hosts of {joined.devices} devices with host index {joined.host_index} make no sense"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pathway.errors import ErrorInfo, PermissionDeniedError
+from pathway.errors import ErrorInfo, PermissionDeniedError, ProtocolError
 from pathway.sched import status
 from pathway.sched.admin import Admin
 from pathway.sched.clients import Clients, Limits, TokenOf
@@ -129,7 +129,7 @@ class SchedulerCore:
                 else:
                     try:
                         handler(peer, message, now, out)
-                    except PermissionDeniedError as error:
+                    except (PermissionDeniedError, ProtocolError) as error:
                         self._refuse(peer, type(error).__name__, str(error), now, out)
         elif isinstance(event, PeerClosed):
             self.peers.closed(event.peer, event.reason or "its connection is closed", now, out)
@@ -229,9 +229,13 @@ class SchedulerCore:
             self.cluster.executor_exited(peer.host, message.incarnation, message.cause, now, out)
 
     def _executor_ready(self, peer: Peer, message: m.ExecutorReady, now: float, out: list[Instruction]) -> None:
-        peer.executor = (message.island, message.incarnation, message.host_index)
+        if peer.executor is not None:
+            self._refuse(peer, "ProtocolError", "an executor is ready once", now, out)
+            return
         message = msgspec.structs.replace(message, peer_address=endpoint(message.peer_address, peer.public_key))
-        if not self.cluster.executor_ready(peer.key, message, now, out):
+        if self.cluster.executor_ready(peer.key, message, now, out):
+            peer.executor = (message.island, message.incarnation, message.host_index)
+        else:
             self.peers.closed(peer.key, "refused", now, out)
 
     def _executor_report(self, peer: Peer, message: m.ExecutorReport, now: float, out: list[Instruction]) -> None:

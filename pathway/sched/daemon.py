@@ -121,7 +121,9 @@ class Daemon:
                     executor_silence_s=settings.executor_silence_s,
                     lease_s=settings.lease_s,
                 ),
-                limits=Limits(settings.max_sessions, settings.max_plans_per_session),
+                limits=Limits(
+                    settings.max_sessions, settings.max_plans_per_session, settings.max_program_mib_per_session << 20
+                ),
             ),
             random.SystemRandom(),
             time.monotonic(),

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from pathway.dataflow.layout import Layout
 from pathway.dataflow.plan import Execute, Part
+from pathway.dataflow.wellformed import check_layout, check_parts
 from pathway.errors import PermissionDeniedError, ProtocolError
 from pathway.transport.messages import PartPayload
 
@@ -28,6 +30,7 @@ _decoder = msgspec.msgpack.Decoder(Part)
 def reach_of_plan(parts: Iterable[PartPayload]) -> Reach:
     """The devices that a plan names. Raises `ProtocolError` for parts that are none, or do not fit one another."""
     parts = tuple(parts)
+    decoded: list[Part] = []
     islands = {part.island for part in parts}
     reach: dict[str, set[int]] = {island: set() for island in islands}
     for payload in parts:
@@ -37,11 +40,20 @@ def reach_of_plan(parts: Iterable[PartPayload]) -> Reach:
             raise ProtocolError(f"the part on island {payload.island} is not well-formed: {error}") from None
         if part.island != payload.island:
             raise ProtocolError(f"the part on island {payload.island} says that it is for {part.island}")
+        decoded.append(part)
         for island, devices in _named(part):
             if island not in reach:
                 raise ProtocolError(f"an edge leads to island {island}, on which the plan has no part")
             reach[island].update(devices)
+    check_parts(decoded)
     return {island: frozenset(devices) for island, devices in reach.items()}
+
+
+def check_buffer(what: str, island: str, layout: Layout, held: Reach) -> None:
+    """Raise `ProtocolError` for a layout that is none, `PermissionDeniedError` for one on devices that are not
+    `held`."""
+    check_layout(layout)
+    check_reach({island: frozenset(layout.devices)}, held, what)
 
 
 def _named(part: Part) -> Iterable[tuple[str, tuple[int, ...]]]:

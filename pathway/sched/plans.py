@@ -25,7 +25,14 @@ class PlanRegistry:
 
     # -- computations -----------------------------------------------------------------------------------------------
 
-    def add_computation(self, session: Session, message: RegisterComputation) -> None:
+    def add_computation(self, session: Session, message: RegisterComputation, limit_bytes: int) -> None:
+        if message.key in session.computations:
+            return
+        nbytes = len(message.artifact) + len(message.metadata)
+        if session.computation_bytes + nbytes > limit_bytes:
+            session.computations_refused += 1
+            return
+        session.computation_bytes += nbytes
         _, owners = self._computations.setdefault(message.key, (message, set()))
         owners.add(session.id)
         session.computations.add(message.key)
@@ -76,6 +83,9 @@ class PlanRegistry:
                 "PermissionDeniedError", f"the session has no slice on island {part.island}", island=part.island
             )
         missing = [key for key in part.computations if key not in session.computations]
+        if missing and session.computations_refused:
+            reason = f"the session's programs have {session.computation_bytes:,} bytes, and this would be one too many"
+            return ErrorInfo("LimitError", f"{reason} (max_program_mib_per_session)")
         if missing:
             return ErrorInfo("ProtocolError", f"computation {missing[0]} was never registered in this session")
         return None

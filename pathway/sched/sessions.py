@@ -6,6 +6,7 @@ Invariants
   N-2  What a client was told within one lease is told again when it resumes: a connection loses at most what was sent
        after it broke, and it is taken for broken within one lease. Every notice is harmless when it comes twice.
   N-3  A run number is used once, and they grow: a request that comes again after a resume starts nothing twice.
+  N-4  A plan number is used once: executors keep a plan under its number, and are never told that it is another now.
 """
 
 from __future__ import annotations
@@ -36,12 +37,36 @@ class Plan:
         self.devices = tuple(min(reach.get(lane.island, ()), default=0) for lane in lanes)
 
 
+class UsedNumbers:
+    """Which numbers were used. They come from a counter, so nearly all of them are those up to some number."""
+
+    MOST_APART = 10_000
+
+    __slots__ = ("_above", "_up_to")
+
+    def __init__(self) -> None:
+        self._up_to = 0
+        self._above: set[int] = set()
+
+    def use(self, number: int) -> bool:
+        """False if it was used before, or leaves too many unused behind it."""
+        if number <= self._up_to or number in self._above or len(self._above) >= self.MOST_APART:
+            return False
+        self._above.add(number)
+        while self._up_to + 1 in self._above:
+            self._up_to += 1
+            self._above.discard(self._up_to)
+        return True
+
+
 class Session:
     """`peer` is None while its connection is broken, since `detached_at`."""
 
     __slots__ = (
         "active_at",
+        "computation_bytes",
         "computations",
+        "computations_refused",
         "detached_at",
         "finished",
         "id",
@@ -51,6 +76,7 @@ class Session:
         "notices",
         "opened_at",
         "peer",
+        "plan_numbers",
         "plans",
         "public_key",
         "runs",
@@ -73,7 +99,10 @@ class Session:
         self.plans: dict[int, Plan] = {}
         self.runs: dict[int, Run] = {}
         self.last_run = 0
+        self.plan_numbers = UsedNumbers()
         self.computations: set[str] = set()
+        self.computation_bytes = 0
+        self.computations_refused = 0  # over the session's limit
         self.lanes: dict[Lane, None] = {}  # where leaders may keep something of it
         self.notices: deque[tuple[float, Message]] = deque()
         self.finished: deque[tuple[float, list[int]]] = deque()  # runs, by the second
