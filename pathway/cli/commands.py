@@ -136,6 +136,7 @@ def _proxy(options: argparse.Namespace, settings: Settings) -> int:
         check_bind(options.proxy_bind),
         keys.identity() if keys is not None else None,
         options.transfer_directory,
+        options.storage,
         settings.insecure,
         options.report_fd,
     )

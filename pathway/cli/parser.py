@@ -131,6 +131,12 @@ def _proxy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="DIR",
         help="where clients of this machine may leave large host buffers",
     )
+    parser.add_argument(
+        "--storage",
+        default="",
+        metavar="DIR",
+        help="where arrays and profiles that clients of pathwaysutils write are kept",
+    )
     parser.add_argument("--report-fd", type=int, default=-1, metavar="N", help="write the address to this descriptor")
     _insecure(parser)
     _common(parser)

@@ -99,7 +99,7 @@ class Peers:
             header = m.PutShard(next(self._transfers), self._core.session, buffer, region, part.nbytes)
             peer.send_data(header, piece_of(part) if loan is None else loan)
 
-    def ask(self, address: str, request: m.TraceRequest | m.AskProgram) -> Pending:
+    def ask(self, address: str, request: m.TraceRequest | m.AskProgram | m.ProfileHost) -> Pending:
         """Ask the executor at `address`; its answer, or the error in its place."""
         peer = self._peer(address)
         reply = peer.replies[request.request] = Pending()

@@ -27,6 +27,7 @@ import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir, pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib import _profiler
 from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 from jaxlib.lapack import _lapack
 from jaxlib.mlir import ir
@@ -67,6 +68,18 @@ class Compiled:
         self.devices = devices
         self.launch = launch
         self.answer = answer
+
+
+class Profile:
+    """A profile of this process that is being taken, from now on. Raises where another one is."""
+
+    def __init__(self) -> None:
+        self._session = _profiler.ProfilerSession()
+
+    def stop(self) -> bytes:
+        """What was seen: an XSpace, serialized."""
+        seen: bytes = self._session.stop()
+        return seen
 
 
 class Backend:

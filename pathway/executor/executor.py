@@ -36,6 +36,7 @@ from pathway.executor.follower import FollowerCore
 from pathway.executor.leader import LeaderCore
 from pathway.executor.links import PeerLinks
 from pathway.executor.peers import PeerSocket
+from pathway.executor.profiling import Profiling
 from pathway.executor.runs import Launcher, Run
 from pathway.executor.store import Store
 from pathway.executor.trace import Tracing
@@ -107,6 +108,7 @@ class Executor:
         self._fetches = Fetches(backend, self._store, self._lanes)
         self._launcher = Launcher(host, self._store, self._lanes, self._outbox, departures, self)
         self._tracing = Tracing(self._launcher)
+        self._profiling = Profiling(self._outbox)
         self._perform: dict[type, Callable[[Any], None]] = {
             g.Launch: lambda i: self._launcher.launch(self._runs[i.session, i.run], i.gang),
             g.Begin: self._begin,
@@ -350,6 +352,7 @@ class Executor:
         self._links.drop_session(session)
         self._peers.drop_session(session)
         self._tracing.close(session)
+        self._profiling.close(session)
         for key in [key for key in self._plans if key[0] == session]:
             del self._plans[key]
         for key in [key for key in self._runs if key[0] == session]:
@@ -432,3 +435,6 @@ class Executor:
 
     def ask_program(self, message: m.AskProgram, post: Callable[[m.Message], None]) -> None:
         self._compiler.ask(message, post)
+
+    def profile(self, session: int, message: m.ProfileHost, post: Callable[[m.Message], None]) -> None:
+        self._profiling.request(session, message, post)

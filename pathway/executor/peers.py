@@ -48,6 +48,8 @@ class Owner(Protocol):
 
     def ask_program(self, message: m.AskProgram, post: Post) -> None: ...
 
+    def profile(self, session: int, message: m.ProfileHost, post: Post) -> None: ...
+
     def follower_reported(self, host: int, message: m.Message) -> None: ...
 
     def settle(self) -> None: ...
@@ -166,6 +168,8 @@ class PeerSocket:
                 peer.post(owner.trace(peer.session, message))
             case m.AskProgram():
                 owner.ask_program(message, peer.post)
+            case m.ProfileHost():
+                owner.profile(peer.session, message, peer.post)
             case m.Ping():
                 peer.post(m.Pong(message.number))
             case _:

@@ -163,6 +163,18 @@ class ArrayRequests(SessionState):
         response.array_handles.extend(self._keep_all(body.result_handles, made))
         self._given(body.copy_semantics, body.array_handles)
 
+    def _bitcast_arrays(self, body: Any, response: Any) -> None:
+        arrays = [self._array(handle) for handle in body.array_handles]
+        if len(arrays) != len(body.array_specs):
+            raise invalid(f"{len(body.array_specs)} specs for {len(arrays)} arrays")
+        made = []
+        for array, spec in zip(arrays, body.array_specs, strict=True):
+            shape = shape_of(spec.shape)
+            island, layout = self._values.layout(dtype_name(spec.dtype), shape, spread_of(spec.sharding, shape))
+            made.append(self._bitcasts.bitcast(array, island, layout))
+        response.array_handles.extend(self._keep_all(body.result_handles, made))
+        self._given(body.copy_semantics, body.array_handles)
+
     def _given(self, semantics: int, handles: Iterable[int]) -> None:
         """The client has given these away."""
         if semantics == DONATE_INPUT:

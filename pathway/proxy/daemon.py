@@ -16,7 +16,13 @@ SERVING = "proxy serves at "
 
 
 def serve(
-    scheduler: str, bind: str, identity: Identity | None, directory: str, insecure: bool, report_fd: int = -1
+    scheduler: str,
+    bind: str,
+    identity: Identity | None,
+    directory: str,
+    storage: str,
+    insecure: bool,
+    report_fd: int = -1,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. The client of the open jaxlib has neither keys nor encryption, so an address that
     other machines can reach is refused unless `insecure`."""
@@ -25,7 +31,7 @@ def serve(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    server = ProxyServer(ProxySettings(scheduler, bind, identity, directory, jaxlib))
+    server = ProxyServer(ProxySettings(scheduler, bind, identity, directory, storage, jaxlib))
     server.start()
     address = f"grpc://{bind.rpartition(':')[0] or '127.0.0.1'}:{server.port}"
     print(f"{SERVING}{address}", flush=True)

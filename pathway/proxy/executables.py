@@ -161,10 +161,12 @@ class Executable:
             found = self._plans[kept] = plan, tuple(number for number in donated if number not in kept)
         return found
 
-    def execute(self, arguments: Sequence[Value], kept: frozenset[int]) -> list[Value]:
-        """Run it. Returns at once, with values that are there when the run has ended."""
+    def execute(self, arguments: Sequence[Value], kept: frozenset[int]) -> tuple[list[Value], Pending]:
+        """Run it. Returns at once: values that are there when the run has ended, and the run."""
         if len(arguments) != len(self._inputs):
             raise invalid(f"{self.report.name} takes {len(self._inputs)} arguments, not {len(arguments)}")
+        if any(value.buffer.pins for value in arguments):
+            kept |= {position for position, value in enumerate(arguments) if value.buffer.pins}
         plan, given = self._plan(kept)
         values = self._values
         numbers = []
@@ -185,10 +187,11 @@ class Executable:
         for copy in copies:
             values.release(copy)
         island = self.program.island
-        return [
+        results = [
             Value(island, Buffer(values.kind(island, layout), first + number, run), layout)
             for number, layout in enumerate(self._outputs)
         ]
+        return results, run
 
     def release(self) -> None:
         """The client does not need it any more."""

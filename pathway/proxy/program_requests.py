@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pathway.proxy.executables import Compilation, Executable, Program, report_of
+from pathway.proxy.plugins import plugin_executable
 from pathway.proxy.state import SessionState
 from pathway.proxy.status import StatusError, invalid, unimplemented
-from pathway.proxy.waiting import done
 
 
 class ProgramRequests(SessionState):
@@ -16,8 +16,18 @@ class ProgramRequests(SessionState):
     def _begin_compile(self, body: Any, made: Any, op_id: int, response: Any) -> None:
         if body.host_callbacks:
             raise unimplemented("host callbacks: the client of this jaxlib cannot serve them (docs/proxy.md)")
-        program = Program(self._cluster, body.program, body.compile_options)
         handle = next(self._server_handles)
+        if body.program.type_name.rpartition("::")[2] == "PluginProgram":
+            plugin = plugin_executable(body.program.data, self._cluster, self._values, self._storage)
+            self._executables[handle] = plugin
+            made.loaded_executable_handle = handle
+            made.name = "plugin program"
+            made.num_devices = len(plugin.devices)
+            made.device_ids.extend(plugin.devices)
+            made.addressable_device_ids.extend(plugin.devices)
+            self.respond(op_id, response)
+            return
+        program = Program(self._cluster, body.program, body.compile_options)
 
         def answered(answer: Any, error: StatusError | None) -> None:
             if error is not None:
@@ -50,8 +60,7 @@ class ProgramRequests(SessionState):
         executable = self._executable(body.loaded_executable_handle)
         arguments = [self._array(handle) for handle in body.args_handles]
         options = body.execute_options
-        results = executable.execute(arguments, frozenset(options.non_donatable_input_indices))
-        run = results[0].buffer.run if results else None
+        results, ended = executable.execute(arguments, frozenset(options.non_donatable_input_indices))
         handles = self._keep_all(body.result_array_handle, results)
         if not body.result_array_handle:
             for number, handle in enumerate(handles):
@@ -61,7 +70,7 @@ class ProgramRequests(SessionState):
         status = body.result_status_handle
         if status or options.fill_status:
             status = status or next(self._server_handles)
-            self._statuses[status] = run if run is not None else done()
+            self._statuses[status] = ended
             response.status_handle = status
 
     def _begin_loaded_executable_fetch_execute_result(self, body: Any, made: Any, op_id: int, response: Any) -> None:
@@ -84,6 +93,8 @@ class ProgramRequests(SessionState):
 
     def _ask(self, op_id: int, body: Any, what: str, made: Any, response: Any) -> None:
         executable = self._executable(body.loaded_executable_handle)
+        if not isinstance(executable, Executable):
+            raise unimplemented(f"there is no {what} of a plugin program")
 
         def answered(answer: Any, error: StatusError | None) -> None:
             if error is not None:

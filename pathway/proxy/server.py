@@ -24,6 +24,7 @@ from pathway.proxy import wire
 from pathway.proxy.cluster import ClusterView
 from pathway.proxy.session import Session
 from pathway.proxy.status import Code, StatusError, of_exception, of_info
+from pathway.proxy.storage import Storage
 from pathway.proxy.versions import negotiate
 from pathway.transport.security import Identity
 from pathway.version import __version__
@@ -42,12 +43,14 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """`directory`: where clients on this machine leave large host buffers (\"\": nowhere)."""
+    """`directory`: where clients on this machine leave large host buffers; `storage`: where files that clients have
+    written and read are (\"\": nowhere)."""
 
     scheduler: str
     bind: str = "127.0.0.1:29000"
     identity: Identity | None = None
     directory: str = ""
+    storage: str = ""
     jaxlib: str = ""
 
 
@@ -56,6 +59,7 @@ class ProxyServer:
 
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
+        self._storage = Storage(settings.storage)
         self._sessions: dict[int, Session] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pathway-proxy")
@@ -129,7 +133,7 @@ class ProxyServer:
             cluster = ClusterView(self._settings.scheduler, f"proxy {context.peer()}", self._settings.identity)
         except Exception as error:
             _abort(context, of_exception(error))
-        session = Session(cluster, number, f"pathway {__version__}", responses.put)
+        session = Session(cluster, number, f"pathway {__version__}", responses.put, self._storage)
         with self._lock:
             self._sessions[number] = session
         log.info("session %x of %s begins", number, context.peer())

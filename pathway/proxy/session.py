@@ -25,6 +25,7 @@ from pathway.proxy.cluster import ClusterView
 from pathway.proxy.program_requests import ProgramRequests
 from pathway.proxy.specs import default_layout, dtype_name
 from pathway.proxy.status import Code, invalid, of_exception, unimplemented
+from pathway.proxy.storage import Storage
 from pathway.proxy.waiting import done
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,15 @@ SlowStep = Callable[[Any, Any, int, Any], None]
 class Session(ArrayRequests, ProgramRequests):
     """See the module's docstring."""
 
-    def __init__(self, cluster: ClusterView, number: int, platform_version: str, send: Callable[[bytes], None]) -> None:
-        super().__init__(cluster, number, send)
+    def __init__(
+        self,
+        cluster: ClusterView,
+        number: int,
+        platform_version: str,
+        send: Callable[[bytes], None],
+        storage: Storage | None = None,
+    ) -> None:
+        super().__init__(cluster, number, send, storage)
         self._platform_version = platform_version
         self._steps: dict[str, Step] = self._methods("_")
         self._slow_steps: dict[str, SlowStep] = self._methods("_begin_")

@@ -9,11 +9,14 @@ from typing import Any
 
 from pathway.client.pending import Pending
 from pathway.proxy import wire
+from pathway.proxy.bitcasts import Bitcasts
 from pathway.proxy.cluster import ClusterView
 from pathway.proxy.executables import Executable
 from pathway.proxy.hostbuffers import HostBuffers
+from pathway.proxy.plugins import PluginExecutable
 from pathway.proxy.runs import Moves
 from pathway.proxy.status import StatusError, invalid, of_info
+from pathway.proxy.storage import Storage
 from pathway.proxy.values import Value, Values
 from pathway.proxy.waiting import all_of, once
 
@@ -25,18 +28,22 @@ Held = Value | StatusError
 class SessionState:
     """One session's handles and answers. `send` gives a serialized response to the stream, from any thread."""
 
-    def __init__(self, cluster: ClusterView, number: int, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, cluster: ClusterView, number: int, send: Callable[[bytes], None], storage: Storage | None = None
+    ) -> None:
         self.number = number
         self.host_buffers = HostBuffers()
         self._cluster = cluster
+        self._storage = storage or Storage("")
         self._send = send
         self._sending = threading.Lock()
         self._next_seq = 0
         self._server_handles = itertools.count(SERVER_HANDLES)
         self._values = Values(cluster)
         self._moves = Moves(cluster, self._values)
+        self._bitcasts = Bitcasts(cluster, self._values)
         self._arrays: dict[int, Held] = {}
-        self._executables: dict[int, Executable] = {}
+        self._executables: dict[int, Executable | PluginExecutable] = {}
         self._statuses: dict[int, Pending | StatusError] = {}
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ class SessionState:
             raise invalid(f"{len(handles)} handles for {len(values)} arrays")
         return [self._keep(handle, value) for handle, value in zip(handles or [0] * len(values), values, strict=True)]
 
-    def _executable(self, handle: int) -> Executable:
+    def _executable(self, handle: int) -> Executable | PluginExecutable:
         found = self._executables.get(handle)
         if found is None:
             raise invalid(f"executable handle {handle} is not known")

@@ -72,6 +72,8 @@ class StatusError(Exception):
 
 def of_info(info: ErrorInfo) -> StatusError:
     """A story of ours as a status. Where XLA has said what it is, its word counts."""
+    if info.kind in Code.__members__:  # as `info_of` has it
+        return StatusError(Code[info.kind], info.message)
     root = info
     while root.cause is not None:
         root = root.cause
@@ -79,6 +81,11 @@ def of_info(info: ErrorInfo) -> StatusError:
     if root.kind in ("CompileError", "ExecutionError") and (said := _SAID_BY_XLA.search(root.message)):
         code = Code[said[1]]
     return StatusError(code, info.story())
+
+
+def info_of(error: StatusError) -> ErrorInfo:
+    """A status as a story of ours, for what waits; `of_info` finds it again."""
+    return ErrorInfo(error.code.name, error.message)
 
 
 def of_exception(error: BaseException) -> StatusError:

@@ -31,13 +31,14 @@ CACHED_KINDS = 4096
 class Buffer:
     """One buffer on executors. `run`: what computes it (None: the client's data)."""
 
-    __slots__ = ("deleted", "kind", "number", "references", "run")
+    __slots__ = ("deleted", "kind", "number", "pins", "references", "run")
 
     def __init__(self, kind: ArrayKind, number: int, run: Pending | None = None) -> None:
         self.kind = kind
         self.number = number
         self.run = run
         self.references = 0
+        self.pins = 0  # so many read it yet, behind the session's back: who is given it gets a copy
         self.deleted = False
 
 
@@ -88,10 +89,14 @@ class Values:
 
     def layout(self, dtype: str, shape: tuple[int, ...], spread: Spread) -> tuple[ClusterIsland, Layout]:
         """Where an array of this sharding is."""
-        island, devices = self._cluster.locate(spread.devices, "an array")
+        island, devices = self.locate(spread.devices)
         if spread.memory and spread.memory not in island.memories:
             raise invalid(f"devices of {island.name} have no memory of kind {spread.memory}")
         return island, Layout(Aval(shape, dtype), spread.sharding, devices, spread.memory)
+
+    def locate(self, devices: tuple[int, ...]) -> tuple[ClusterIsland, tuple[int, ...]]:
+        """The island of devices, and their indices there."""
+        return self._cluster.locate(devices, "an array")
 
     # -- made by the client ------------------------------------------------------------------------------------------
 
@@ -183,6 +188,17 @@ class Values:
 
             run.add_waiter(run_ended)
         return fetch
+
+    def pinned(self, value: Value) -> Value:
+        """The same, to be read later whatever becomes of the client's handles, until `unpin`."""
+        self._check(value.buffer)
+        value.buffer.pins += 1
+        return Value(value.island, value.buffer, value.layout, value.device)
+
+    def unpin(self, value: Value) -> None:
+        """It was read. Any thread."""
+        value.buffer.pins -= 1
+        self.release(value)
 
     # -- their end ---------------------------------------------------------------------------------------------------
 

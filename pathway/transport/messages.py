@@ -642,6 +642,13 @@ class AskProgram(Message, frozen=True, tag=110):
     what: str
 
 
+class ProfileHost(Message, frozen=True, tag=112):
+    """Start to profile this executor, or stop: the answer is then the profile, as XProf has it (an XSpace)."""
+
+    request: int
+    start: bool
+
+
 class ProgramAnswer(Message, frozen=True, tag=111):
     request: int
     answer: bytes

@@ -67,7 +67,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
 }
 
 _BULK = {m.Chunk, m.Taken, m.TransferDropped, m.ShareOffer, m.ShareProof, m.ShareArena, m.Shared}
-CLIENT_MAY_SEND_TO_EXECUTOR = _ALWAYS | _BULK | {m.PutShard, m.Fetch, m.TraceRequest, m.AskProgram}
+CLIENT_MAY_SEND_TO_EXECUTOR = _ALWAYS | _BULK | {m.PutShard, m.Fetch, m.TraceRequest, m.AskProgram, m.ProfileHost}
 EXECUTOR_MAY_SEND_TO_EXECUTOR = (
     _ALWAYS
     | _BULK
