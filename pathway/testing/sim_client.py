@@ -53,6 +53,8 @@ class SimClient:
     net: SimNet
     name: str
     runs: int
+    weight: float = 0.0
+    priority: int = 0
     alive: bool = True
     ended: bool = False
     link: Link | None = None
@@ -81,7 +83,10 @@ class SimClient:
         if self.alive:
             self.welcome = False  # until then nothing is sent, or it would overtake what is to be sent again
             self.link = self.net.link(self, self.net.scheduler)
-            hello = m.Hello(PROTOCOL_VERSION, __version__, "client", self.name, self.session, self.token)
+            hello = m.Hello(
+                PROTOCOL_VERSION, __version__, "client", self.name, self.session, self.token,
+                weight=self.weight, priority=self.priority,
+            )  # fmt: skip
             self.link.send(self, hello)
 
     def _send(self, message: m.Message) -> None:
@@ -162,6 +167,10 @@ class SimClient:
         self._beat(link)  # after what is sent again: a Pong then says that all of it has arrived
         if resumed:
             return
+        self._begin()
+
+    def _begin(self) -> None:
+        """The session is there: ask for slices."""
         for number in range(1, self.net.random.randint(1, 3) + 1):
             self.slices[number] = None
             devices = self.net.random.randint(1, 3)

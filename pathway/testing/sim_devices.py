@@ -25,6 +25,7 @@ class SimDevices:
         self.executors: dict[int, SimExecutor] = {}
         self._busy = False
         self._began_s = 0.0
+        self.owners: dict[int, float] = {}  # seconds of each session, in all
         self.used_us: dict[tuple[int, int], float] = {}  # by (session, run), until it is asked for
 
     def launch(self, host: int, gang: tuple[int, int, int]) -> None:
@@ -41,13 +42,16 @@ class SimDevices:
         if not self._busy and all(self._queues):
             self._busy = True
             self._began_s = self.net.now
-            self.net.after(self.net.random.expovariate(5000.0), self._end)
+            self.net.after(self.net.gang_s(self._queues[0][0][0]), self._end)
 
     def _end(self) -> None:
         self._busy = False
         gang = self._queues[0][0]
         run = gang[:2]
-        self.used_us[run] = self.used_us.get(run, 0.0) + (self.net.now - self._began_s) * 1e6
+        took_s = self.net.now - self._began_s
+        self.used_us[run] = self.used_us.get(run, 0.0) + took_s * 1e6
+        self.owners[run[0]] = self.owners.get(run[0], 0.0) + took_s
+        self.net.gang_ran(self.island, run, self._began_s)
         error = None
         if self.net.random.random() < self.net.faults.gang_failure:
             error = ErrorInfo("ExecutionError", f"gang {gang} failed by chance", island=self.island)

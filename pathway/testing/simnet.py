@@ -20,7 +20,7 @@ donated, and nothing is left anywhere once the sessions are closed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -47,6 +47,7 @@ class Faults:
     silences: int = 0  # a worker's link carries nothing for longer than the scheduler waits
     client_kills: int = 0
     client_breaks: int = 0  # a client's connection breaks; the client resumes its session
+    span_s: float = 2.0  # they strike within so long, most of them early
     gang_failure: float = 0.0
     compile_failure: float = 0.0
 
@@ -57,7 +58,7 @@ class Faults:
 
     @property
     def any(self) -> bool:
-        return self != Faults()
+        return self != Faults(span_s=self.span_s)
 
 
 class Endpoint(Protocol):
@@ -120,20 +121,23 @@ class SimScheduler:
         self.stopped = ""
         self._keys: dict[Link, bytes] = {}
         self._links: dict[bytes, Link] = {}
+        self._connections = 0
         self._next_tick = float("inf")
         self._arm()
 
     def received(self, link: Link, message: Message) -> None:
         key = self._keys.get(link)
         if key is None:
-            key = self._keys[link] = len(self._keys).to_bytes(4, "big")
+            self._connections += 1
+            key = self._keys[link] = self._connections.to_bytes(4, "big")
             self._links[key] = link
         self.handle(e.MessageReceived(key, message))
 
     def closed(self, link: Link, reason: str) -> None:
-        key = self._keys.get(link)
+        key = self._keys.pop(link, None)
         if key is not None:
             self.handle(e.PeerClosed(key, reason))
+            del self._links[key]
 
     def handle(self, event: e.Event) -> None:
         net = self.net
@@ -153,7 +157,9 @@ class SimScheduler:
 
     def _send(self, instruction: e.Send) -> None:
         self.net.messages += 1
-        self._links[instruction.peer].send(self, instruction.message)
+        link = self._links.get(instruction.peer)
+        if link is not None:  # else its connection has closed meanwhile
+            link.send(self, instruction.message)
 
     def _arm(self) -> None:
         deadline = self.core.next_deadline()
@@ -169,7 +175,8 @@ class SimScheduler:
 
 class SimNet:
     """A cluster of `islands` islands of `hosts` hosts with `devices` devices each, and `clients` clients that each
-    start `runs` random runs. `validate`: check the state of every core after every event (slow)."""
+    start `runs` random runs, or clients of your own (see `sim_workload`). `validate`: check the state of every core
+    after every event (slow)."""
 
     def __init__(
         self,
@@ -177,7 +184,7 @@ class SimNet:
         islands: int = 2,
         hosts: int = 2,
         devices: int = 2,
-        clients: int = 2,
+        clients: int | Sequence[Callable[[SimNet], SimClient]] = 2,
         runs: int = 20,
         faults: Faults | None = None,
         settings: SchedulerSettings | None = None,
@@ -199,7 +206,15 @@ class SimNet:
             for island in range(islands)
             for host in range(hosts)
         ]
-        self.clients = [SimClient(self, f"client{number}", runs) for number in range(clients)]
+        self.gang_s: Callable[[int], float] = lambda session: self.random.expovariate(5000.0)
+        """How long a session's gang holds its devices."""
+        self.gang_ran: Callable[[str, tuple[int, int], float], None] = lambda island, run, began_s: None
+        """Told of every gang that has ended: where, of which (session, run), and when it began."""
+        self.clients = (
+            [SimClient(self, f"client{number}", runs) for number in range(clients)]
+            if isinstance(clients, int)
+            else [make(self) for make in clients]
+        )
         for worker in self.workers:
             self.after(self.random.random() * 0.2, worker.start)
         for client in self.clients:
@@ -229,18 +244,19 @@ class SimNet:
     def run(self, limit_s: float = 600.0) -> None:
         """Run until every client has ended, then until every lease has, and check that nothing is left."""
         try:
-            self._run_until(lambda: all(client.ended for client in self.clients), limit_s)
+            self.run_until(lambda: all(client.ended for client in self.clients), limit_s)
             if not all(client.ended for client in self.clients):
                 self.fail(f"not over after {limit_s:g} s:\n  " + "\n  ".join(self.waits()))
             settled = self.now + self.scheduler.core.settings.peers.lease_s + 5.0
-            self._run_until(lambda: False, settled)
+            self.run_until(lambda: False, settled)
             self._check_nothing_left()
         except SimulationFailure:
             raise
         except Exception as error:
             raise SimulationFailure(f"seed {self.seed}, at {self.now:.6f} s: {error!r}") from error
 
-    def _run_until(self, done: Callable[[], bool], limit_s: float) -> None:
+    def run_until(self, done: Callable[[], bool], limit_s: float) -> None:
+        """Go on until `done`, at `limit_s` of virtual time at the latest."""
         while self._heap and not done() and self._heap[0][0] <= limit_s:
             self.now, _, call, arguments = heappop(self._heap)
             call(*arguments)
@@ -281,7 +297,7 @@ class SimNet:
             (faults.client_breaks, self._break_client),
         ):
             for _ in range(count):
-                self.after(0.3 + 2.0 * self.random.random() ** 2, strike)
+                self.after(0.3 + faults.span_s * self.random.random() ** 2, strike)
 
     def _kill_executor(self) -> None:
         if self.executors:
