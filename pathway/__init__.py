@@ -34,11 +34,12 @@ from pathway.version import __version__
 if TYPE_CHECKING:
     from pathway.array import Array
     from pathway.client.client import Client, get
+    from pathway.client.control import cond, switch, while_loop
     from pathway.client.default import connect, devices, disconnect, islands, put, record_steps, slice
     from pathway.client.program import Program, Stage, jit, program
     from pathway.client.recording import RecordedStep, Recording
     from pathway.client.slices import Device, Island, Slice
-    from pathway.client.stages import Compiled, Lowered, Traced
+    from pathway.client.stages import Compiled, Lowered, LoweredControl, Traced
 
 __all__ = [
     "Array",
@@ -57,6 +58,7 @@ __all__ = [
     "Island",
     "IslandLostError",
     "Lowered",
+    "LoweredControl",
     "PathwayError",
     "PermissionDeniedError",
     "Program",
@@ -72,6 +74,7 @@ __all__ = [
     "Traced",
     "TransferError",
     "__version__",
+    "cond",
     "connect",
     "devices",
     "disconnect",
@@ -82,6 +85,8 @@ __all__ = [
     "put",
     "record_steps",
     "slice",
+    "switch",
+    "while_loop",
 ]
 
 _HOME = {
@@ -91,12 +96,14 @@ _HOME = {
     "Device": "client.slices",
     "Island": "client.slices",
     "Lowered": "client.stages",
+    "LoweredControl": "client.stages",
     "Program": "client.program",
     "RecordedStep": "client.recording",
     "Recording": "client.recording",
     "Slice": "client.slices",
     "Stage": "client.program",
     "Traced": "client.stages",
+    "cond": "client.control",
     "connect": "client.default",
     "devices": "client.default",
     "disconnect": "client.default",
@@ -107,6 +114,8 @@ _HOME = {
     "put": "client.default",
     "record_steps": "client.default",
     "slice": "client.default",
+    "switch": "client.control",
+    "while_loop": "client.control",
 }
 
 

@@ -47,6 +47,10 @@ class LoweredPlan:
     bindings: Mapping[int, Binding]
 
     @property
+    def plans(self) -> list[LoweredPlan]:
+        return [self]
+
+    @property
     def bound_slices(self) -> dict[int, BoundSlice]:
         return {number: binding.bound for number, binding in self.bindings.items()}
 
@@ -61,26 +65,40 @@ def lower_plan(
 ) -> LoweredPlan:
     """The plan for a program called with arguments like `leaves`, on the slices as they are bound now."""
     slices = live_slices()
-    client = _client_of(leaves)
+    client = client_of(leaves)
     graph = place(
         traced,
         {number: handle.shape_for_graph for number, handle in slices.items()},
-        [_resident(Reference(leaf)) if isinstance(leaf, Array) else None for leaf in leaves],
+        [resident(Reference(leaf)) if isinstance(leaf, Array) else None for leaf in leaves],
         donated=donated,
-        references=_resident,
-        default_slice=_default_slice(client, slices),
+        references=resident,
+        default_slice=default_slice(client, slices),
     )
-    if fused:
-        graph = fuse(graph)
-    used = {node.slice for node in graph.nodes} | {value.slice for value in graph.values}
-    client = client or next((slices[number].client for number in used if number in slices), None)
+    client = client or client_of_slices(graph, slices)
     if client is None:
         raise ProgramError(
             f"{traced.name} uses no slice: place a part of it with pathway.jit, or pass it arrays that were put"
         )
-    _check_same_client(client, traced.name, leaves, graph, [slices[number] for number in sorted(used)])
+    check_same_client(client, traced.name, leaves, graph, slices)
+    check_donated(traced.name, leaves, donated, closed_over(graph))
+    return lower_placed(client, traced, graph, fused=fused, schedule=schedule)
+
+
+def lower_placed(
+    client: Client,
+    traced: Traced,
+    graph: Graph,
+    *,
+    fused: bool = True,
+    schedule: Any = None,
+    decisions: Collection[int] = (),
+) -> LoweredPlan:
+    """The plan of a graph. `decisions`: positions of the results that the scheduler is told."""
+    if fused:
+        graph = fuse(graph)
+    slices = live_slices()
+    used = slices_of(graph)
     bindings = {number: slices[number].binding(BIND_TIMEOUT_S) for number in sorted(used)}
-    check_donated(traced.name, leaves, donated, _closed_over(graph))
     bound = {number: binding.bound for number, binding in bindings.items()}
     sequence = order(
         graph, bound, cost=lambda node: cost_estimate(node, graph.slices[node.slice].mesh), schedule=schedule
@@ -95,18 +113,29 @@ def lower_plan(
         kept={node: computation.kept for node, computation in computations.items()},
         donates=donates,
         inline_bytes=m.INLINE_BYTES,
+        decisions=decisions,
     )
     return LoweredPlan(client, traced, graph, sequence, plan, computations, bindings)
+
+
+def slices_of(graph: Graph) -> set[int]:
+    """The slices that a graph uses."""
+    return {node.slice for node in graph.nodes} | {value.slice for value in graph.values}
+
+
+def client_of_slices(graph: Graph, slices: Mapping[int, Slice]) -> Client | None:
+    """The connection that the graph's slices belong to."""
+    return next((slices[number].client for number in slices_of(graph) if number in slices), None)
 
 
 def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
     """Register the plan with the scheduler, without waiting, and prepare its calls."""
     client, graph, plan = lowered.client, lowered.graph, lowered.plan
     count = len(graph.arguments)
-    number = _register(lowered)
+    number = register(lowered)
     sources: list[list[int]] = [[-1] * len(part.arguments) for part in plan.parts]
     fixed: list[Array] = []
-    closed_over = _closed_over(graph)
+    captured = closed_over(graph)
     hosts = []
     for index, argument in enumerate(plan.arguments):
         if index < count:
@@ -118,30 +147,32 @@ def bind_plan(lowered: LoweredPlan, leaves: Sequence[Any]) -> BoundPlan:
             value = graph.constants[index - count][1]
             for part, slot in argument.entries:
                 sources[part][slot] = count + len(fixed)
-                fixed.append(_constant(lowered, plan.parts[part], slot, value))
+                fixed.append(constant(lowered, plan.parts[part], slot, value))
         else:
             for part, slot in argument.entries:
                 sources[part][slot] = count + len(fixed)
-                fixed.append(closed_over[index - count - len(graph.constants)])
+                fixed.append(captured[index - count - len(graph.constants)])
     return BoundPlan(
         client=client,
         number=number,
-        plan=plan,
+        name=plan.name,
+        result_count=plan.result_count,
+        donated=plan.donated,
         bindings=tuple(lowered.bindings.values()),
         hosts=hosts,
         part_sources=sources,
         fixed=fixed,
         results=_results(lowered),
-        assemble=_assembler(lowered.traced),
+        assemble=assembler(lowered.traced),
     )
 
 
-def _check_same_client(
-    client: Client, program: str, leaves: Sequence[Any], graph: Graph, slices: Sequence[Slice]
+def check_same_client(
+    client: Client, program: str, leaves: Sequence[Any], graph: Graph, slices: Mapping[int, Slice]
 ) -> None:
-    if any(handle.client is not client for handle in slices):
+    if any(slices[number].client is not client for number in slices_of(graph)):
         raise ProgramError(f"{program} uses slices of different connections")
-    for array in (*leaves, *_closed_over(graph)):
+    for array in (*leaves, *closed_over(graph)):
         if isinstance(array, Array):
             check_usable(array, program)
             if array._kind.binding.core is not client.core:
@@ -151,31 +182,31 @@ def _check_same_client(
                 )
 
 
-def _client_of(leaves: Sequence[Any]) -> Client | None:
+def client_of(leaves: Sequence[Any]) -> Client | None:
     for leaf in leaves:
         if isinstance(leaf, Array):
             return leaf._kind.binding.core.client  # type: ignore[no-any-return]
     return None
 
 
-def _default_slice(client: Client | None, slices: Mapping[int, Any]) -> int | None:
+def default_slice(client: Client | None, slices: Mapping[int, Any]) -> int | None:
     """Where a program goes that says nothing about places: to the only slice there is."""
     candidates = [number for number, handle in slices.items() if client is None or handle.client is client]
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _resident(reference: Any) -> Resident:
+def resident(reference: Any) -> Resident:
     kind = reference.array._kind
     return Resident(kind.binding.bound.slice, kind.sharding, reference)
 
 
-def _closed_over(graph: Graph) -> list[Array]:
+def closed_over(graph: Graph) -> list[Array]:
     """The arrays behind a graph's references, in order."""
     references: Sequence[Any] = graph.references
     return [handle.array for _, handle in references]
 
 
-def _register(lowered: LoweredPlan) -> int:
+def register(lowered: LoweredPlan) -> int:
     client, plan = lowered.client, lowered.plan
     core = client.core
     incarnations = {binding.bound.island: binding.bound.incarnation for binding in lowered.bindings.values()}
@@ -197,7 +228,7 @@ def _register(lowered: LoweredPlan) -> int:
                     m.RegisterComputation(computation.key, computation.metadata_bytes, computation.artifact)
                 )
         number = core.new_plan()
-        messages.append(m.RegisterPlan(number, plan.name, payloads))
+        messages.append(m.RegisterPlan(number, plan.name, payloads, plan.result_count))
         client.connection.send(messages)
     return number
 
@@ -219,7 +250,7 @@ def _host_argument(lowered: LoweredPlan, index: int) -> list[HostArgument]:
     return [HostArgument(index, value.aval, kind)]
 
 
-def _constant(lowered: LoweredPlan, part: Part, slot: int, value: Any) -> Array:
+def constant(lowered: LoweredPlan, part: Part, slot: int, value: Any) -> Array:
     """A closed-over host array where this slot of this part wants it: put once per content, island and layout."""
     layout = part.slots[part.arguments[slot]]
     binding = next(
@@ -248,7 +279,7 @@ def _results(lowered: LoweredPlan) -> list[ResultSource]:
     return sources
 
 
-def _assembler(traced: Traced) -> Callable[[list[Array]], Any]:
+def assembler(traced: Traced) -> Callable[[list[Array]], Any]:
     if traced.host_results:
         return traced.assemble
     return traced.out_tree.unflatten  # type: ignore[no-any-return]

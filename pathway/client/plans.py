@@ -17,7 +17,6 @@ from msgspec import Raw
 from pathway.array import Array
 from pathway.client.bindings import ArrayKind, Binding
 from pathway.client.hostvalues import physical_value
-from pathway.dataflow.plan import Plan
 from pathway.errors import DeletedError, ErrorInfo, IslandLostError, ProgramError, to_exception
 from pathway.transport import messages as m
 
@@ -55,7 +54,9 @@ class BoundPlan:
         self,
         client: Client,
         number: int,
-        plan: Plan,
+        name: str,
+        result_count: int,
+        donated: Sequence[int],
         bindings: Sequence[Binding],
         hosts: Sequence[HostArgument],
         part_sources: Sequence[Sequence[int]],
@@ -65,7 +66,7 @@ class BoundPlan:
     ) -> None:
         self.client = client
         self.number = number
-        self.plan = plan
+        self.name = name
         self.bindings = tuple(bindings)
         self.checked_epoch = client.core.bindings_epoch
         self._hosts = tuple(hosts)
@@ -75,7 +76,8 @@ class BoundPlan:
         self._results = tuple(results)
         self._plain_kinds = _plain_kinds(results)
         self._assemble = assemble
-        self._donated = plan.donated
+        self._donated = tuple(donated)
+        self._result_count = result_count
 
     def is_current(self) -> bool:
         """Whether all its slices are still where they were when it was bound. Cheap while nothing has changed."""
@@ -96,7 +98,7 @@ class BoundPlan:
             if type(leaf) is Array:
                 if leaf._buffer == 0:
                     raise DeletedError(
-                        f"{self.plan.name} was called with an array ({leaf._kind.aval}) that was deleted or donated"
+                        f"{self.name} was called with an array ({leaf._kind.aval}) that was deleted or donated"
                     )
                 run = leaf._run
                 if run is not None and run.error is not None:
@@ -109,14 +111,14 @@ class BoundPlan:
         put = self._take_in_host_values(values) if self._hosts else {}
         if self._fixed:
             values += self._fixed_buffers()
-        arguments = tuple(Raw(_encode([values[i] for i in sources])) for sources in self._part_sources)
+        start = self._message(values)
 
         while (room := core.room()) is not None:
             room.wait()
         with core.lock:
-            run, first = core.new_run(self.number, time.monotonic(), self.plan.result_count, poison)
+            run, first = core.new_run(self.number, time.monotonic(), self._result_count, poison)
             if not run.done:
-                messages: list[m.Message] = [m.StartRun(run.number, self.number, first, arguments)]
+                messages: list[m.Message] = [start(run.number, first)]
                 if core.released or core.released_plans:
                     # The run comes first, so that it does not wait; where much is released, room for it does.
                     room_first = core.released_bytes >= ROOM_FIRST_BYTES
@@ -126,12 +128,18 @@ class BoundPlan:
         if self._plain_kinds is not None:
             results = [Array(kind, first + number, run) for number, kind in enumerate(self._plain_kinds)]
         else:
-            results = self._shared_results({**dict(enumerate(leaves)), **put}, run, first)
+            results = self._shared_results({**dict(enumerate([*leaves, *self._fixed])), **put}, run, first)
         for position in self._donated:
             leaf = leaves[position]
             if type(leaf) is Array:
                 leaf._give_up()
         return self._assemble(results)
+
+    def _message(self, values: list[Any]) -> Callable[[int, int], m.Message]:
+        """What starts a run with these values, once the run and its first result have numbers."""
+        number = self.number
+        arguments = tuple(Raw(_encode([values[i] for i in sources])) for sources in self._part_sources)
+        return lambda run, first: m.StartRun(run, number, first, arguments)
 
     # -- what fewer calls need ----------------------------------------------------------------------------------------
 
@@ -151,12 +159,12 @@ class BoundPlan:
     def _fixed_buffers(self) -> list[int]:
         for array in self._fixed:
             if array._buffer == 0:
-                raise DeletedError(f"{self.plan.name} closes over an array ({array._kind.aval}) that was deleted")
+                raise DeletedError(f"{self.name} closes over an array ({array._kind.aval}) that was deleted")
         return [array._buffer for array in self._fixed]
 
     def _check_donated(self, leaves: list[Any], values: list[Any]) -> list[Any]:
         """Refuse to give up what is passed twice; of a buffer that other arrays stand for, give up a copy."""
-        check_donated(self.plan.name, leaves, self._donated, self._fixed)
+        check_donated(self.name, leaves, self._donated, self._fixed)
         for position in self._donated:
             leaf = leaves[position]
             if type(leaf) is Array and leaf._shared is not None and leaf._shared[0] > 1:

@@ -19,6 +19,8 @@ from pathway.errors import ProgramError
 
 if TYPE_CHECKING:
     from pathway.client.build import LoweredPlan
+    from pathway.client.scripts import LoweredScript
+    from pathway.dataflow.script import Script
 
 
 class Traced:
@@ -48,10 +50,16 @@ class Traced:
         """Shapes and dtypes of the flat results."""
         return self._traced.out_avals
 
-    def lower(self) -> Lowered:
+    def lower(self) -> Lowered | LoweredControl:
         """Placed, fused, scheduled, every computation lowered to StableHLO, for the slices as they are bound now."""
         from pathway.client.build import lower_plan  # it brings jax.export, which a fully cached program never needs
+        from pathway.client.scripts import is_controlled, lower_script
 
+        if is_controlled(self._traced):
+            script = lower_script(
+                self._traced, self._leaves, donated=self._donated, fused=self._fuse, schedule=self._schedule
+            )
+            return LoweredControl(script, self._leaves)
         plan = lower_plan(self._traced, self._leaves, donated=self._donated, fused=self._fuse, schedule=self._schedule)
         return Lowered(plan, self._leaves)
 
@@ -102,6 +110,57 @@ class Lowered:
         return Compiled(self, self._leaves)
 
 
+class LoweredControl:
+    """A program that data control, lowered onto its slices: a plan for each stretch between decisions, and the script
+    that says which follows which. Nothing has been sent yet."""
+
+    def __init__(self, lowered: LoweredScript, leaves: Sequence[Any]) -> None:
+        self._lowered = lowered
+        self._leaves = leaves
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graph of each plan."""
+        return [plan.graph for plan in self._lowered.plans]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """For each plan, by island, an ordered list of gangs of steps."""
+        return [plan.plan for plan in self._lowered.plans]
+
+    @property
+    def script(self) -> Script:
+        """Which plan runs when; here its plans are numbered as in `plans`."""
+        return self._lowered.script
+
+    def as_text(self) -> str:
+        """The script and the graphs for people."""
+        from pathway.dataflow.script import as_text as script_text
+        from pathway.dataflow.text import as_text
+
+        graphs = [f"plan {number}\n{as_text(graph)}" for number, graph in enumerate(self.graphs)]
+        return "\n\n".join([script_text(self.script), *graphs])
+
+    def draw(self) -> list[str]:
+        """The graph of each plan by island, as SVG."""
+        from pathway.dataflow.draw import draw_graph
+
+        return [
+            draw_graph(plan.graph, plan.bound_slices, plan.plan, title=f"{plan.plan.name}, plan {number}")
+            for number, plan in enumerate(self._lowered.plans)
+        ]
+
+    def bind(self, leaves: Sequence[Any]) -> BoundPlan:
+        """Register it with the scheduler for calls with arguments like `leaves`; does not wait."""
+        from pathway.client.scripts import bind_script
+
+        return bind_script(self._lowered)
+
+    def compile(self) -> Compiled:
+        """As `Lowered.compile`."""
+        return Compiled(self, self._leaves)
+
+
 @dataclass(frozen=True)
 class IslandMemory:
     """What a run needs on the fullest device of an island: arrays of the program alive at the same time, in bytes."""
@@ -121,7 +180,7 @@ class CostAnalysis:
 class Compiled:
     """A program that its islands compile, or have compiled. Call it with arguments like those it was traced for."""
 
-    def __init__(self, lowered: Lowered, leaves: Sequence[Any]) -> None:
+    def __init__(self, lowered: Lowered | LoweredControl, leaves: Sequence[Any]) -> None:
         self._lowered = lowered._lowered
         self._leaves = leaves
         self._bind = lowered.bind
@@ -147,19 +206,26 @@ class Compiled:
             )
 
     def memory_analysis(self) -> dict[str, IslandMemory]:
-        """By island, from the plan's liveness. XLA's own temporaries are added by the executors, who know them."""
+        """By island, from the plan's liveness; of several plans, that of the largest. XLA's own temporaries are added
+        by the executors, who know them."""
         from pathway.dataflow.memory import peak_bytes
 
-        return {
-            island: IslandMemory(max(by_device.values(), default=0), by_device)
-            for island, by_device in peak_bytes(self._lowered.plan).items()
-        }
+        peaks: dict[str, IslandMemory] = {}
+        for lowered in self._lowered.plans:
+            for island, by_device in peak_bytes(lowered.plan).items():
+                found = IslandMemory(max(by_device.values(), default=0), by_device)
+                if island not in peaks or found.peak_bytes > peaks[island].peak_bytes:
+                    peaks[island] = found
+        return peaks
 
     def cost_analysis(self) -> CostAnalysis:
         """Estimated seconds of each node, and the bytes that move between devices of different slices."""
-        graph = self._lowered.graph
-        seconds = {node.name: cost_estimate(node, graph.slices[node.slice].mesh) for node in graph.nodes}
-        return CostAnalysis(seconds, self._lowered.plan.cost_bytes)
+        seconds = {
+            node.name: cost_estimate(node, lowered.graph.slices[node.slice].mesh)
+            for lowered in self._lowered.plans
+            for node in lowered.graph.nodes
+        }
+        return CostAnalysis(seconds, sum(lowered.plan.cost_bytes for lowered in self._lowered.plans))
 
     @property
     def in_tree(self) -> jax.tree_util.PyTreeDef:

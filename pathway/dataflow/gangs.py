@@ -48,6 +48,7 @@ class DraftPart:
     slots: list[Layout] = field(default_factory=list)
     arguments: list[int] = field(default_factory=list)
     results: list[tuple[int, int]] = field(default_factory=list)
+    decisions: list[int] = field(default_factory=list)
     edge_of_slot: dict[int, int] = field(default_factory=dict)
     edges_in: list[Edge] = field(default_factory=list)
     edges_out: list[Edge] = field(default_factory=list)
@@ -74,6 +75,7 @@ class DraftPart:
             names,
             sources,
             slices,
+            tuple(self.decisions),
         )
 
 

@@ -84,6 +84,7 @@ class Part(Struct, frozen=True, array_like=True):
     names: tuple[str, ...] = ()  # by node index of the whole graph
     sources: tuple[str, ...] = ()  # "file.py:12 in step", by node index
     slices: tuple[int, ...] = ()  # the slice of each node
+    decisions: tuple[int, ...] = ()  # numbers of the results whose values the scheduler is told (see script)
 
 
 class Argument(Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ The work depends on nodes and values only, save for `cost_bytes`, which looks at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pathway.dataflow.gangs import Draft, DraftPart, GangCutter, free
@@ -67,13 +67,15 @@ def build_plan(
     kept: Mapping[int, tuple[int, ...]] | None = None,
     donates: Mapping[int, tuple[int, ...]] | None = None,
     inline_bytes: int = INLINE_BYTES,
+    decisions: Collection[int] = (),
 ) -> Plan:
     """The plan of `graph` on `bindings`.
 
     `keys`, `kept` and `donates` are for each node its computation's hash, the positions of the inputs that the
     computation takes (default: all) and of those it donates (default: none). The plan's arguments are the graph's
-    arguments, then its constants, then its references."""
-    return _Planner(graph, bindings, keys, schedule, kept, donates, inline_bytes).build()
+    arguments, then its constants, then its references. `decisions`: positions of the computed results, integers without
+    dimensions, whose values decide what runs next."""
+    return _Planner(graph, bindings, keys, schedule, kept, donates, inline_bytes, decisions).build()
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,10 @@ class _Planner:
         kept: Mapping[int, tuple[int, ...]] | None,
         donates: Mapping[int, tuple[int, ...]] | None,
         inline_bytes: int,
+        decisions: Collection[int],
     ) -> None:
         self.graph, self.keys, self.schedule = graph, keys, schedule
+        self.decisions = {graph.results[position].value for position in decisions}
         self.kept, self.donates, self.inline_bytes = kept, donates or {}, inline_bytes
         used = {node.slice for node in graph.nodes} | {value.slice for value in graph.values}
         self.places = _Places(graph, {index: bindings[index] for index in used})
@@ -252,7 +256,10 @@ class _Planner:
             if result.value in computed and result.value not in numbers:
                 number = numbers[result.value] = len(numbers)
                 place = self.places.home(result.value)
-                self._part_at(place).results.append((number, self.slots[result.value, place]))
+                part = self._part_at(place)
+                part.results.append((number, self.slots[result.value, place]))
+                if result.value in self.decisions:
+                    part.decisions.append(number)
         return numbers
 
     # -- steps -----------------------------------------------------------------------------------------------------

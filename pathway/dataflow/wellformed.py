@@ -36,6 +36,8 @@ _PLAIN = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128", "float0"),
 )
+INTEGERS = frozenset(name for name in _PLAIN if name.startswith(("int", "uint")))
+
 DTYPES = frozenset(
     (
         *_PLAIN,
@@ -103,6 +105,11 @@ def _check_part(part: Part) -> None:
     _once((*part.arguments, *(edge.target_slot for edge in part.edges_in)), "slot that something comes into")
     if any(not 0 <= number < 1 << 32 for number, _ in part.results):
         raise ProtocolError("a result has a number that it cannot have")
+    slot_of_result = dict(part.results)
+    for number in part.decisions:
+        aval = part.slots[slot_of_result[number]].aval if number in slot_of_result else None
+        if aval is None or aval.shape or aval.dtype not in INTEGERS:
+            raise ProtocolError(f"result {number} cannot decide what runs next")
     for edge in part.edges_in:
         _check_edge(edge, edge.target_island, part, edge.target_slot, edge.target)
     for edge in part.edges_out:

@@ -324,6 +324,11 @@ def dense(view: HostArray) -> HostArray:
     return np.asarray(view, order="C")
 
 
+def integer(array: Array) -> int:
+    """The value of a computed integer without dimensions, which each of its devices has."""
+    return int(np.asarray(array))
+
+
 def copy_on_device(array: Array) -> Array:
     """A copy that lives on when `array` is donated. Returns at once."""
     return array.copy()

@@ -88,11 +88,11 @@ class BoundArrival(NamedTuple):
 
 class BoundGang:
     """`segments`: steps, and the sends after them. `external`: the slots that the gang reads and did not write.
-    `watched`: slots that are computed only when all of the gang is (none: only the tokens know). `nodes[k]`: the node
-    of the k-th launch."""
+    `decisions`: those of its results that this host tells the scheduler. `watched`: slots that are computed only when
+    all of the gang is (none: only the tokens know). `nodes[k]`: the node of the k-th launch."""
 
     __slots__ = (
-        "cost_us", "external", "lane", "nodes", "number", "results", "segments", "watched", "writes"
+        "cost_us", "decisions", "external", "lane", "nodes", "number", "results", "segments", "watched", "writes"
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -103,6 +103,7 @@ class BoundGang:
         self.writes: tuple[int, ...] = ()
         self.nodes: tuple[int, ...] = ()
         self.results: tuple[tuple[int, int], ...] = ()  # (index in the part's results, slot)
+        self.decisions: tuple[tuple[int, int], ...] = ()  # (result number, slot)
         self.lane = 0
         self.cost_us = 0.0  # of launching it, as seen lately
 
@@ -233,6 +234,11 @@ def _bind_gang(number: int, gang: Gang, whole: BoundPart, host: Host, launches: 
     if not any(freed.issuperset(outputs) for outputs in last):
         bound.watched = tuple(next(slot for slot in outputs if slot not in freed) for outputs in last)
     bound.results = tuple((index_of_result[n], slot_of_result[n]) for n in whole.info.gangs[number].results)
+    bound.decisions = tuple(
+        (n, slot_of_result[n])
+        for n in whole.info.gangs[number].results
+        if n in part.decisions and min(part.slots[slot_of_result[n]].devices) in local
+    )
     bound.cost_us = ASSUMED_STEP_US * len(executed)
     bound.lane = min((d for step in executed for d in step.devices if d in local), default=local[0])
     return bound

@@ -289,6 +289,9 @@ class Executor:
         since_s, self._remote_until_s = max(run.began_s, self._remote_until_s), now
         return int((now - since_s) * 1e6)
 
+    def decided(self, session: int, run: int, decisions: tuple[tuple[int, int], ...]) -> None:
+        self._to_scheduler(m.Decided(session, run, decisions))
+
     def gang_done(self, session: int, run: int, gang: int) -> None:
         self._gangs_done.append((session, run, gang))
 

@@ -45,6 +45,8 @@ class Run:
 class Reports(Protocol):
     """Who is told, in the trio thread, how a gang ended."""
 
+    def decided(self, session: int, run: int, decisions: tuple[tuple[int, int], ...]) -> None: ...
+
     def gang_done(self, session: int, run: int, gang: int) -> None: ...
 
     def gang_failed(self, session: int, run: int, gang: int, error: ErrorInfo) -> None: ...
@@ -267,6 +269,9 @@ class Launcher:
         self._count_end()
         for index, _ in gang.results:
             run.cells[index].settle()
+        if gang.decisions:
+            values = tuple((number, xla.integer(run.slots[slot])) for number, slot in gang.decisions)
+            self._reports.decided(run.session, run.run, values)
         self._reports.gang_done(run.session, run.run, gang.number)
 
     def _settle_failed(self, run: Run, gang: BoundGang, error: ErrorInfo, sent: int) -> None:

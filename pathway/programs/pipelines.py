@@ -97,7 +97,7 @@ class Pipeline:
         traced: pw.Traced = self._program.trace(params, inputs, targets)
         return traced
 
-    def lower(self, params: Tree, inputs: Tree, targets: Tree) -> pw.Lowered:
+    def lower(self, params: Tree, inputs: Tree, targets: Tree) -> pw.Lowered | pw.LoweredControl:
         """As `pathway.Program.lower`."""
         return self.trace(params, inputs, targets).lower()
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Raw
+
 from pathway.errors import ErrorInfo, ProtocolError
 from pathway.sched.cluster import Cluster, Island
 from pathway.sched.events import Close, Instruction, Send
@@ -18,6 +20,7 @@ from pathway.sched.ownership import check_buffer, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
 from pathway.sched.policies import Policy
+from pathway.sched.scripts import OWN, SessionScripts
 from pathway.sched.sessions import Session
 from pathway.sched.slices import Slice, SliceBinder, why_invalid
 from pathway.sched.timers import Timers
@@ -62,15 +65,18 @@ class Clients:
         self.plans = PlanRegistry(cluster)
         self.lanes = LaneScheduler(credits, self._run_failed, policy)
         self.ending = ""
+        self._failed_own: list[tuple[Session, int, ErrorInfo]] = []
         self._timers = timers
         self._numbers = numbers
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._grace_until = grace_until
         self._limits = limits
         self._token_of = token_of or (lambda session, key: numbers.getrandbits(62) + 1)
         timers.at(grace_until, self.bind_waiting)
         self.handlers: dict[type, Callable[[Peer, Any, float, list[Instruction]], None]] = {
             m.StartRun: self._start_run,
+            m.StartScript: self._start_run,
+            m.RegisterScript: self._register_script,
             m.ReleaseBuffers: self._release_buffers,
             m.PutBuffer: self._put_buffer,
             m.AssembleBuffer: self._assemble_buffer,
@@ -102,7 +108,7 @@ class Clients:
         else:
             found = self.sessions.get(hello.resume)
             if found is None:
-                reason = f"session {hello.resume:x} is unknown here: its lease of {self._lease_s:g} s ran out"
+                reason = f"session {hello.resume:x} is unknown here: its lease of {self.lease_s:g} s ran out"
                 out.append(Close(peer.key, m.Refused("SessionLostError", reason)))
                 return None
             if hello.token != found.token or peer.public_key != found.public_key:
@@ -134,7 +140,7 @@ class Clients:
             if session.peer is None and session.detached_at == detached_at:
                 self.close(session, now, out)
 
-        self._timers.at(detached_at + self._lease_s, lapsed)
+        self._timers.at(detached_at + self.lease_s, lapsed)
 
     def close(self, session: Session, now: float, out: list[Instruction]) -> None:
         """Everything of the session goes, at once and everywhere."""
@@ -146,6 +152,7 @@ class Clients:
             lane.tell_all(m.CloseSession(session.id), out)
             lane.forget_session(session.id)
         self.lanes.session_closed(session.id, session.lanes, out)
+        session.scripts = None
         self.plans.drop_session(session)
         for held in session.slices.values():
             self.binder.release(held)
@@ -170,7 +177,7 @@ class Clients:
             return
         reason = why_invalid(message) or self.ending
         if reason:
-            session.tell(m.SliceRefused(message.slice, "SliceError", reason), now, self._lease_s, out)
+            session.tell(m.SliceRefused(message.slice, "SliceError", reason), now, self.lease_s, out)
             return
         wanted = Slice(session.id, session.name, message, since=now)
         session.slices[message.slice] = wanted
@@ -186,7 +193,7 @@ class Clients:
         elif refusal.final:
             self.waiting_slices.pop(key, None)
             del session.slices[wanted.request.slice]
-            session.tell(m.SliceRefused(wanted.request.slice, "SliceError", refusal.reason), now, self._lease_s, out)
+            session.tell(m.SliceRefused(wanted.request.slice, "SliceError", refusal.reason), now, self.lease_s, out)
         else:
             wanted.reason = refusal.reason
             self.waiting_slices[key] = wanted
@@ -198,7 +205,7 @@ class Clients:
 
     def tell_bound(self, session: Session, held: Slice, now: float, out: list[Instruction]) -> None:
         """Tell the client where its slice is."""
-        session.tell(self._bound(held), now, self._lease_s, out)
+        session.tell(self._bound(held), now, self.lease_s, out)
 
     def _bound(self, held: Slice) -> m.SliceBound:
         island = self.cluster.islands[held.island]
@@ -235,83 +242,133 @@ class Clients:
         known = session.plans.get(message.plan)
         if known is not None and known.message == message:  # sent again after a resume
             if known.error is not None:
-                session.tell(m.PlanFailed(message.plan, known.error), now, self._lease_s, out)
+                session.tell(m.PlanFailed(message.plan, known.error), now, self.lease_s, out)
             return
         if len(session.plans) >= self._limits.plans_per_session:
             reason = f"the session has {len(session.plans)} plans, which is the limit (max_plans_per_session)"
-            session.tell(m.PlanFailed(message.plan, ErrorInfo("LimitError", reason)), now, self._lease_s, out)
+            session.tell(m.PlanFailed(message.plan, ErrorInfo("LimitError", reason)), now, self.lease_s, out)
             return
         if not session.plan_numbers.use(message.plan):  # N-4
             error = ErrorInfo("ProtocolError", f"plan {message.plan}: its number was used before, or is out of order")
-            session.tell(m.PlanFailed(message.plan, error), now, self._lease_s, out)
+            session.tell(m.PlanFailed(message.plan, error), now, self.lease_s, out)
             return
         plan = session.plans[message.plan] = self.plans.register(session, message, out)
         if plan.error is not None:
-            session.tell(m.PlanFailed(message.plan, plan.error), now, self._lease_s, out)
+            session.tell(m.PlanFailed(message.plan, plan.error), now, self.lease_s, out)
         for lane in plan.lanes:
             self.lanes.plan_registered(lane, (session.id, message.plan), plan.reach[lane.island])
 
+    def _register_script(self, peer: Peer, message: m.RegisterScript, now: float, out: list[Instruction]) -> None:
+        session = owner(peer)
+        if session.scripts is None:
+            session.scripts = SessionScripts(ScriptActions(self, session))
+        if len(session.scripts.registered) >= self._limits.plans_per_session:
+            reason = f"the session has {len(session.scripts.registered)} scripts, which is the limit"
+            error: ErrorInfo | None = ErrorInfo("LimitError", reason)
+        elif message.script not in session.scripts.registered and not session.plan_numbers.use(message.script):
+            error = ErrorInfo("ProtocolError", f"script {message.script}: its number was used before")
+        else:
+            error = session.scripts.register(message)
+        if error is not None:
+            session.tell(m.PlanFailed(message.script, error), now, self.lease_s, out)
+
     def _release_plan(self, peer: Peer, message: m.ReleasePlan, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
-        plan = session.plans.pop(message.plan, None)
+        if session.scripts is None or not session.scripts.release(message.plan, out):
+            self.forget_plan(session, message.plan, out)
+
+    def forget_plan(self, session: Session, number: int, out: list[Instruction]) -> None:
+        """The session starts no more runs of this plan."""
+        plan = session.plans.pop(number, None)
         if plan is None:
             return
-        key = (session.id, message.plan)
+        key = (session.id, number)
         for part in plan.message.parts:
             island = self.cluster.islands.get(part.island)
             if island is not None and island.lane is not None and key in island.lane.registered:
                 island.lane.forget_plan(key)
                 self.lanes.send_behind(island.lane, session.id, m.DropPlan(*key), out)
 
-    def _start_run(self, peer: Peer, message: m.StartRun, now: float, out: list[Instruction]) -> None:
+    def _start_run(self, peer: Peer, message: m.StartRun | m.StartScript, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
         if message.run <= session.last_run:
             return  # N-3
         session.last_run = message.run
         session.active_at = now
-        plan = session.plans.get(message.plan)
-        error: ErrorInfo | None = None
+        if message.run >= OWN:
+            raise ProtocolError(f"run {message.run}: clients number theirs below {OWN}")
+        if session.scripts is not None and session.scripts.hold(message, self._results_of(session, message), now):
+            return
+        error = self.begin(session, message, now, out)
+        if error is not None:
+            session.tell(m.RunFailed(message.run, error), now, self.lease_s, out)
+
+    def _results_of(self, session: Session, message: m.StartRun | m.StartScript) -> int:
+        if isinstance(message, m.StartRun):
+            plan = session.plans.get(message.plan)
+            parts = plan.message.parts if plan is not None else ()
+            return min(plan.message.results, sum(len(part.payload) for part in parts)) if plan is not None else 0
+        assert session.scripts is not None
+        registered = session.scripts.registered.get(message.script)
+        return registered.script.results if registered is not None else 0
+
+    def begin(
+        self, session: Session, message: m.StartRun | m.StartScript, now: float, out: list[Instruction]
+    ) -> ErrorInfo | None:
+        """Start a run that has its inputs; returns why it cannot run, if so."""
+        if isinstance(message, m.StartRun):
+            started = self.submit(session, message.run, message.plan, message.first_result, message.arguments, now, out)
+            return started if isinstance(started, ErrorInfo) else None
+        if self.ending:
+            return self._no_new_runs()
+        if session.scripts is None:
+            return ErrorInfo("ProgramError", f"script {message.script} is not registered")
+        return session.scripts.start(message, now, out)
+
+    def submit(
+        self,
+        session: Session,
+        number: int,
+        plan_number: int,
+        first_result: int,
+        arguments: tuple[Raw, ...],
+        now: float,
+        out: list[Instruction],
+    ) -> tuple[Lane, ...] | ErrorInfo:
+        """Start a run of a plan; returns where its parts are, or why it cannot run."""
+        plan = session.plans.get(plan_number)
         if plan is None:
-            error = ErrorInfo("ProgramError", f"plan {message.plan} is not registered")
-        elif plan.error is not None:
-            error = plan.error
-        elif self.ending:
-            error = ErrorInfo("SchedulerLostError", f"the scheduler takes no new runs: {self.ending}")
-        elif len(message.arguments) != len(plan.lanes):
-            error = ErrorInfo(
-                "ProtocolError", f"{len(message.arguments)} lists of arguments for {len(plan.lanes)} parts"
-            )
-        else:
-            for lane in plan.lanes:
-                if lane.error is not None:
-                    error = lane.error
-                    break
-        if error is not None or plan is None:
-            assert error is not None
-            session.tell(m.RunFailed(message.run, error), now, self._lease_s, out)
-            return
+            return ErrorInfo("ProgramError", f"plan {plan_number} is not registered")
+        if plan.error is not None:
+            return plan.error
+        if self.ending and number < OWN:
+            return self._no_new_runs()
+        if len(arguments) != len(plan.lanes):
+            return ErrorInfo("ProtocolError", f"{len(arguments)} lists of arguments for {len(plan.lanes)} parts")
+        for lane in plan.lanes:
+            if lane.error is not None:
+                return lane.error
         if not plan.lanes:
-            session.tell_finished((message.run,), now, self._lease_s, out)
-            return
+            self._tell_finished(session, (number,), now, out)
+            return ()
         run = Run(
-            session.id,
-            message.run,
-            message.plan,
-            message.first_result,
-            message.arguments,
-            plan.lanes,
-            now,
-            plan.costs_us,
-            plan.devices,
+            session.id, number, plan_number, first_result, arguments, plan.lanes, now, plan.costs_us, plan.devices
         )
-        session.runs[message.run] = run
+        session.runs[number] = run
         self.lanes.submit(run, out)
+        return plan.lanes
+
+    def _no_new_runs(self) -> ErrorInfo:
+        return ErrorInfo("SchedulerLostError", f"the scheduler takes no new runs: {self.ending}")
 
     def _cancel_run(self, peer: Peer, message: m.CancelRun, now: float, out: list[Instruction]) -> None:
-        run = owner(peer).runs.get(message.run)
+        session = owner(peer)
+        error = ErrorInfo("Cancelled", f"run {message.run} was cancelled before its results were there")
+        run = session.runs.get(message.run)
         if run is not None:
-            error = ErrorInfo("Cancelled", f"run {message.run} was cancelled before its results were there")
             self.lanes.cancel(run, error, now, out)
+        elif session.scripts is not None:
+            session.scripts.cancel(message.run, error, now, out)
 
     def _put_buffer(self, peer: Peer, message: m.PutBuffer, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
@@ -337,8 +394,13 @@ class Clients:
     def _release_buffers(self, peer: Peer, message: m.ReleaseBuffers, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
         lane = self.cluster.lane(message.island, message.incarnation)
-        if lane is not None:
-            self.lanes.send_behind(lane, session.id, m.FreeBuffers(session.id, message.buffers), out)
+        if lane is None:
+            return
+        buffers = message.buffers
+        if session.scripts is not None:
+            buffers = session.scripts.releasable(lane, buffers)
+        if buffers:
+            self.lanes.send_behind(lane, session.id, m.FreeBuffers(session.id, buffers), out)
 
     # -- how runs and plans end --------------------------------------------------------------------------------------
 
@@ -351,7 +413,29 @@ class Clients:
             session = self.sessions[number]
             for run_number in runs:
                 del session.runs[run_number]
-            session.tell_finished(tuple(runs), now, self._lease_s, out)
+            self._tell_finished(session, tuple(runs), now, out)
+
+    def _tell_finished(self, session: Session, runs: tuple[int, ...], now: float, out: list[Instruction]) -> None:
+        """The client learns of its own runs, the session's scripts of theirs."""
+        if session.scripts is not None:
+            for number in runs:
+                if number >= OWN:
+                    session.scripts.run_finished(number, now, out)
+            runs = tuple(number for number in runs if number < OWN)
+        if runs:
+            session.tell_finished(runs, now, self.lease_s, out)
+
+    def decided(self, message: m.Decided, now: float, out: list[Instruction]) -> None:
+        session = self.sessions.get(message.session)
+        if session is not None and session.scripts is not None:
+            session.scripts.decided(message, now, out)
+
+    def settle(self, now: float, out: list[Instruction]) -> None:
+        """What failures of runs mean to scripts, when nothing else is half done."""
+        while self._failed_own:
+            session, run, error = self._failed_own.pop(0)
+            if session.scripts is not None:
+                session.scripts.run_failed(run, error, now, out)
 
     def part_refused(self, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
         session = self.sessions.get(message.session)
@@ -359,7 +443,7 @@ class Clients:
         if session is None or plan is None or plan.error is not None:
             return
         plan.error = message.error
-        session.tell(m.PlanFailed(message.plan, message.error), now, self._lease_s, out)
+        session.tell(m.PlanFailed(message.plan, message.error), now, self.lease_s, out)
         queued = [run for run in session.runs.values() if run.plan == message.plan]
         self.lanes.fail_queued(queued, message.error, now, out)
 
@@ -367,7 +451,10 @@ class Clients:
         session = self.sessions.get(run.session)
         if session is not None:
             session.runs.pop(run.number, None)
-            session.tell(m.RunFailed(run.number, error), now, self._lease_s, out)
+            if run.number >= OWN:
+                self._failed_own.append((session, run.number, error))
+            else:
+                session.tell(m.RunFailed(run.number, error), now, self.lease_s, out)
 
     # -- islands -----------------------------------------------------------------------------------------------------
 
@@ -389,7 +476,7 @@ class Clients:
     def island_lost(self, lane: Lane, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         notice = m.IslandLost(lane.island, lane.incarnation, error)
         for session in self.sessions.values():
-            session.tell(notice, now, self._lease_s, out)
+            session.tell(notice, now, self.lease_s, out)
             session.lanes.pop(lane, None)
         for other in self.cluster.islands.values():
             if other.lane is not None and other.lane.neighbours.get(lane.island) == lane.incarnation:
@@ -403,8 +490,42 @@ class Clients:
             session = self.sessions[wanted.session]
             del session.slices[wanted.request.slice]
             refusal = m.SliceRefused(wanted.request.slice, "SliceError", f"the scheduler: {self.ending}")
-            session.tell(refusal, now, self._lease_s, out)
+            session.tell(refusal, now, self.lease_s, out)
         self.waiting_slices.clear()
+
+
+class ScriptActions:
+    """What a session's scripts have done, in its name."""
+
+    def __init__(self, clients: Clients, session: Session) -> None:
+        self._clients, self._session = clients, session
+
+    def submit(
+        self, run: int, plan: int, first: int, arguments: tuple[Raw, ...], now: float, out: list[Instruction]
+    ) -> tuple[Lane, ...] | ErrorInfo:
+        return self._clients.submit(self._session, run, plan, first, arguments, now, out)
+
+    def begin(self, message: m.StartRun | m.StartScript, now: float, out: list[Instruction]) -> ErrorInfo | None:
+        return self._clients.begin(self._session, message, now, out)
+
+    def cancel(self, run: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        found = self._session.runs.get(run)
+        if found is not None:
+            self._clients.lanes.cancel(found, error, now, out)
+
+    def free(self, lane: Lane, buffers: tuple[int, ...], out: list[Instruction]) -> None:
+        if lane.error is None:
+            session = self._session.id
+            self._clients.lanes.send_behind(lane, session, m.FreeBuffers(session, buffers), out)
+
+    def release(self, plan: int, out: list[Instruction]) -> None:
+        self._clients.forget_plan(self._session, plan, out)
+
+    def finished(self, run: int, now: float, out: list[Instruction]) -> None:
+        self._session.tell_finished((run,), now, self._clients.lease_s, out)
+
+    def failed(self, run: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        self._session.tell(m.RunFailed(run, error), now, self._clients.lease_s, out)
 
 
 def owner(peer: Peer) -> Session:

@@ -99,6 +99,7 @@ class SchedulerCore:
                 m.PartsLate: self._parts_late,
                 m.PartFailed: self._part_failed,
                 m.PartRefused: self._part_refused,
+                m.Decided: self._decided,
                 m.ExecutorReport: self._executor_report,
                 m.ExecutorReady: self._executor_ready,
             },
@@ -140,6 +141,7 @@ class SchedulerCore:
         elif isinstance(event, AccessChanged):
             self.access = event.access
             out += [Send(peer.key, event.access) for peer in self.peers.of_role("executor")]
+        self.clients.settle(now, out)
         if self.clients.ending and not self.clients.lanes.active:
             self._stop(self.clients.ending, out)
         return out
@@ -255,6 +257,10 @@ class SchedulerCore:
         if peer.lane is not None:
             part = (message.session, message.run)
             self.clients.lanes.part_failed(peer.lane, part, message.error, now, out)
+
+    def _decided(self, peer: Peer, message: m.Decided, now: float, out: list[Instruction]) -> None:
+        if peer.lane is not None:
+            self.clients.decided(message, now, out)
 
     def _part_refused(self, peer: Peer, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
         self.clients.part_refused(message, now, out)

@@ -18,6 +18,7 @@ from pathway.sched.events import Instruction, PeerKey, Send
 from pathway.sched.lanes import Lane, Run
 from pathway.sched.ownership import Reach
 from pathway.sched.queues import UNKNOWN_US
+from pathway.sched.scripts import SessionScripts
 from pathway.sched.slices import Slice
 from pathway.transport.messages import Message, RegisterPlan, RunsFinished
 
@@ -80,6 +81,7 @@ class Session:
         "plans",
         "public_key",
         "runs",
+        "scripts",
         "slices",
         "token",
     )
@@ -100,6 +102,7 @@ class Session:
         self.runs: dict[int, Run] = {}
         self.last_run = 0
         self.plan_numbers = UsedNumbers()
+        self.scripts: SessionScripts | None = None  # from its first script on
         self.computations: set[str] = set()
         self.computation_bytes = 0
         self.computations_refused = 0  # over the session's limit

@@ -31,6 +31,8 @@ def waits(core: SchedulerCore, now: float) -> list[Wait]:
         for run in itertools.islice(session.runs.values(), RUNS_SHOWN):
             reason, on = core.clients.lanes.reason(run)
             found.append(Wait(f"run {run.number} of session {session.name}", reason, on, now - run.since))
+        for number, reason, since in session.scripts.waits() if session.scripts is not None else ():
+            found.append(Wait(f"run {number} of session {session.name}", reason, "", now - since))
         if len(session.runs) > RUNS_SHOWN:
             more = len(session.runs) - RUNS_SHOWN
             found.append(Wait(f"{more} more runs of session {session.name}", "those before them", "", 0.0))

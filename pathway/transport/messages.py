@@ -135,9 +135,12 @@ class PartPayload(Struct, frozen=True, array_like=True):
 
 
 class RegisterPlan(Message, frozen=True, tag=13):
+    """`results`: how many buffers a run of it makes."""
+
     plan: int
     name: str
     parts: tuple[PartPayload, ...]
+    results: int = 0
 
 
 class StartRun(Message, frozen=True, tag=14):
@@ -187,6 +190,24 @@ class CancelRun(Message, frozen=True, tag=17):
 
 class ReleasePlan(Message, frozen=True, tag=18):
     plan: int
+
+
+class RegisterScript(Message, frozen=True, tag=22):
+    """What a program that is controlled by data does: MessagePack of `dataflow.script.Script`. It owns the plans that
+    it names; `ReleasePlan` of the script releases them too."""
+
+    script: int
+    name: str
+    payload: bytes
+
+
+class StartScript(Message, frozen=True, tag=23):
+    """As `StartRun`, of a script. `arguments` are buffers and the bytes of small host arrays."""
+
+    run: int
+    script: int
+    first_result: int
+    arguments: tuple[int | bytes, ...]
 
 
 class StatusRequest(Message, frozen=True, tag=19):
@@ -452,6 +473,14 @@ class PartsLate(Message, frozen=True, tag=73):
     there. Others may take their place meanwhile (O-7)."""
 
     parts: tuple[tuple[int, int], ...]
+
+
+class Decided(Message, frozen=True, tag=75):
+    """Host -> scheduler: values of a run, by result number, that decide what runs next (see `dataflow.script`)."""
+
+    session: int
+    run: int
+    decisions: tuple[tuple[int, int], ...]
 
 
 class AccessList(Message, frozen=True, tag=72):

@@ -52,7 +52,9 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.ReleaseSlice,
         m.RegisterComputation,
         m.RegisterPlan,
+        m.RegisterScript,
         m.StartRun,
+        m.StartScript,
         m.PutBuffer,
         m.AssembleBuffer,
         m.ReleaseBuffers,
@@ -63,7 +65,16 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
     ADMIN: _ALWAYS | {m.StatusRequest, m.SetWeight, m.DrainIsland, m.KillSession},
     OBSERVER: _ALWAYS | {m.StatusRequest},
     WORKER: _ALWAYS | {m.HostJoined, m.ExecutorExited},
-    EXECUTOR: _ALWAYS | {m.ExecutorReady, m.PartsFinished, m.PartsLate, m.PartFailed, m.PartRefused, m.ExecutorReport},
+    EXECUTOR: _ALWAYS
+    | {
+        m.ExecutorReady,
+        m.PartsFinished,
+        m.PartsLate,
+        m.PartFailed,
+        m.PartRefused,
+        m.ExecutorReport,
+        m.Decided,
+    },
 }
 
 _BULK = {m.Chunk, m.Taken, m.TransferDropped, m.ShareOffer, m.ShareProof, m.ShareArena, m.Shared}
