@@ -12,7 +12,6 @@ from sched_world import World, empty_part, executor_of, sent
 from pathway.dataflow.script import Body, Choose, Repeat, RunPlan, Script, as_text, why_invalid
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction
-from pathway.sched.scripts import OWN
 from pathway.transport import messages as m
 
 EAST = executor_of("east")
@@ -105,7 +104,7 @@ def test_a_decision_starts_the_chosen_side_and_what_follows_in_one_round_trip(va
     [(second, *chosen), freed, (third, *after), freed_after] = world.decide(first, 1, value)
     assert chosen == [plan, chosen[1], [700]]
     assert after == [AFTER, 702, [chosen[1], b"host"]]
-    assert min(second, third, chosen[1]) >= OWN
+    assert min(second, third, chosen[1]) >= m.OWN_RUNS
     assert {freed, freed_after} == {(700,), (chosen[1],)}
     assert world.finish(first, second) == []
     assert world.said(m.RunsFinished) == []
@@ -131,7 +130,13 @@ def test_what_reads_a_promise_waits_and_nothing_else() -> None:
     reasons = [wait.reason for wait in world.core.waits(world.now)]
     assert any("1 decisions" in reason for reason in reasons)
     assert sum("wait for a decision" in reason for reason in reasons) == 2
-    assert [each[0] for each in world.decide(first, 1, 0) if len(each) == 4][-2:] == [8, 9]
+    parts = [each for each in world.decide(first, 1, 0) if len(each) == 4][-2:]
+    assert [each[1:] for each in parts] == [(5, 800, [702]), (5, 900, [800])]
+    assert m.OWN_RUNS < parts[0][0] < parts[1][0], "runs of an island begin in the order of their numbers"
+    world.finish(parts[0][0])
+    assert world.said(m.RunsFinished) == [m.RunsFinished((8,))]
+    world.parts(world.say(EAST, m.PartFailed(world.session, parts[1][0], BROKEN)))
+    assert world.said(m.RunFailed) == [m.RunFailed(9, BROKEN)]
 
 
 def test_a_held_run_can_be_cancelled_and_so_is_what_waits_for_it() -> None:
@@ -150,7 +155,7 @@ def test_released_buffers_stay_for_as_long_as_something_will_read_them() -> None
     world.use(8, 702, 60)
     assert world.release(50, 60, 61, 702) == [(61,)]
     parts = world.decide(first, 1, 0)
-    assert parts.index((60,)) > next(i for i, each in enumerate(parts) if each[0] == 8), "X-1"
+    assert parts.index((60,)) > next(i for i, each in enumerate(parts) if len(each) == 4 and each[2] == 800), "X-1"
     assert (702,) in parts
     runs = [each[0] for each in parts if len(each) == 4]
     assert world.finish(first, *runs) == [(50,)]
@@ -163,7 +168,7 @@ def test_a_failure_fails_the_script_and_what_waits_for_it_and_frees_what_it_made
     world.decide(first, 1, 0)
     world.run(17, 51, b"")
     assert world.use(18, 1702) == []
-    own = max(number for number in world.core.clients.sessions[world.session].runs if number >= OWN)
+    own = max(number for number in world.core.clients.sessions[world.session].runs if number >= m.OWN_RUNS)
     parts = world.parts(world.say(EAST, m.PartFailed(world.session, own, BROKEN)))
     assert parts == [(1700,)]
     assert world.said(m.RunFailed) == [m.RunFailed(17, BROKEN), m.RunFailed(18, BROKEN)]

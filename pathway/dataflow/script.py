@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-
 MOST_DEPTH = 64
 """Bodies within one another. The scheduler goes through them by calls within calls."""
 
@@ -169,8 +168,7 @@ def _why_task_invalid(script: Script, number: int, task: Task, decisions: set[in
         if len(task.branches) != len(task.inputs) or not task.branches or task.decision not in decisions:
             return "chooses from nothing, or by what no plan of it decides"
         called = [
-            (branch, len(inputs), len(task.outputs))
-            for branch, inputs in zip(task.branches, task.inputs, strict=True)
+            (branch, len(inputs), len(task.outputs)) for branch, inputs in zip(task.branches, task.inputs, strict=True)
         ]
     else:
         carried = len(task.outputs)

@@ -2,7 +2,8 @@
 
 Invariants
   A-1  Only bulk may come before the message that explains it. It is parked by key; the end of its session drops it, and
-       so does a later run of the session, for runs of one session begin in the order of their numbers.
+       so does a later run of the session, for runs of one session begin in the order of their numbers, those that the
+       client numbers and those that the scheduler does each for themselves.
   A-2  An edge is reported once: when all pieces for this host's devices are here and its array is made, or as the
        first error. A put likewise.
 """
@@ -21,6 +22,7 @@ from pathway.executor.bind import BoundArrival
 from pathway.executor.runs import Run
 from pathway.executor.store import ABSENT, Cell, Poison, Store
 from pathway.transport.bulk import HostBytes, aligned_empty
+from pathway.transport.messages import OWN_RUNS
 
 PieceName = tuple[int, Region]
 """The first receiving device, and the region."""
@@ -49,7 +51,7 @@ class EdgeArrivals:
         self._report = report
         self._is_closed = is_closed
         self._runs: dict[tuple[int, int], Run] = {}
-        self._last_begun: dict[int, int] = {}  # by session
+        self._last_begun: dict[tuple[int, bool], int] = {}  # by session, and who numbers the run
         self._parked: dict[int, dict[int, list[Callable[[Run], None]]]] = {}  # session -> run -> what to do with it
 
     def begin(self, run: Run) -> None:
@@ -59,13 +61,15 @@ class EdgeArrivals:
             run.edges[arrival.edge] = _Edge(arrival)
         if run.part.arrivals:
             self._runs[session, number] = run
-        self._last_begun[session] = max(number, self._last_begun.get(session, 0))
+        kind = number >= OWN_RUNS
+        self._last_begun[session, kind] = max(number, self._last_begun.get((session, kind), 0))
         for arrival in run.part.arrivals:
             if not arrival.expected:
                 self._complete(run, run.edges[arrival.edge])
         parked = self._parked.get(session)
         if parked is not None:
-            for late in [other for other in parked if other < number and (session, other) not in self._runs]:
+            before = range(OWN_RUNS if kind else 0, number)
+            for late in [other for other in parked if other in before and (session, other) not in self._runs]:
                 del parked[late]
             for action in parked.pop(number, ()):
                 action(run)
@@ -78,7 +82,8 @@ class EdgeArrivals:
     def close(self, session: int) -> None:
         """Drop all that the session has under way."""
         self._parked.pop(session, None)
-        self._last_begun.pop(session, None)
+        for kind in (False, True):
+            self._last_begun.pop((session, kind), None)
         for key in [key for key in self._runs if key[0] == session]:
             del self._runs[key]
 
@@ -98,7 +103,7 @@ class EdgeArrivals:
         run = self._runs.get((session, run_number))
         if run is not None:
             action(run)
-        elif not self._is_closed(session) and run_number > self._last_begun.get(session, 0):
+        elif not self._is_closed(session) and run_number > self._last_begun.get((session, run_number >= OWN_RUNS), 0):
             self._parked.setdefault(session, {}).setdefault(run_number, []).append(action)
 
     def _take_bytes(self, run: Run, edge_index: int, name: PieceName, data: HostBytes) -> None:

@@ -20,7 +20,7 @@ from pathway.sched.ownership import check_buffer, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
 from pathway.sched.policies import Policy
-from pathway.sched.scripts import OWN, SessionScripts
+from pathway.sched.scripts import SessionScripts
 from pathway.sched.sessions import Session
 from pathway.sched.slices import Slice, SliceBinder, why_invalid
 from pathway.sched.timers import Timers
@@ -295,8 +295,8 @@ class Clients:
             return  # N-3
         session.last_run = message.run
         session.active_at = now
-        if message.run >= OWN:
-            raise ProtocolError(f"run {message.run}: clients number theirs below {OWN}")
+        if message.run >= m.OWN_RUNS:
+            raise ProtocolError(f"run {message.run}: clients number theirs below {m.OWN_RUNS}")
         if session.scripts is not None and session.scripts.hold(message, self._results_of(session, message), now):
             return
         error = self.begin(session, message, now, out)
@@ -341,7 +341,7 @@ class Clients:
             return ErrorInfo("ProgramError", f"plan {plan_number} is not registered")
         if plan.error is not None:
             return plan.error
-        if self.ending and number < OWN:
+        if self.ending and number < m.OWN_RUNS:
             return self._no_new_runs()
         if len(arguments) != len(plan.lanes):
             return ErrorInfo("ProtocolError", f"{len(arguments)} lists of arguments for {len(plan.lanes)} parts")
@@ -419,9 +419,9 @@ class Clients:
         """The client learns of its own runs, the session's scripts of theirs."""
         if session.scripts is not None:
             for number in runs:
-                if number >= OWN:
+                if number >= m.OWN_RUNS:
                     session.scripts.run_finished(number, now, out)
-            runs = tuple(number for number in runs if number < OWN)
+            runs = tuple(number for number in runs if number < m.OWN_RUNS)
         if runs:
             session.tell_finished(runs, now, self.lease_s, out)
 
@@ -451,7 +451,7 @@ class Clients:
         session = self.sessions.get(run.session)
         if session is not None:
             session.runs.pop(run.number, None)
-            if run.number >= OWN:
+            if run.number >= m.OWN_RUNS:
                 self._failed_own.append((session, run.number, error))
             else:
                 session.tell(m.RunFailed(run.number, error), now, self.lease_s, out)

@@ -9,8 +9,8 @@ Invariants
   X-1  A buffer is freed when nobody can name it any more: one that a script made for itself when no register holds it;
        one that the client released, when no run that was held back, and no script, can still read it.
   X-2  A script's run ends once: failed with the first failure of its runs, or finished when all of them are, and
-       nothing is left to start. Runs that the scheduler numbers start at `OWN`, out of the client's reach.
-  X-3  No more than `MOST_TASKS` tasks of one script are open at once: what a client sends cannot keep the scheduler busy.
+       nothing is left to start. Its runs have numbers of the scheduler's, and so has a run that had to wait.
+  X-3  No more than `MOST_TASKS` tasks of one script are open at once, so that no client can keep the scheduler busy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction
 from pathway.sched.lanes import Lane
 from pathway.transport import messages as m
-
-OWN = 1 << 48
-"""Runs and buffers from here on are the scheduler's own; a client's are below."""
 
 MOST_TASKS = 50_000
 
@@ -144,7 +141,8 @@ class SessionScripts:
         self._promised: dict[int, dict[int, None]] = {}  # buffer -> held runs that read it
         self._reading: Counter[int] = Counter()  # buffers that held runs and scripts may still read
         self._released: dict[int, Lane] = {}  # that the client released meanwhile
-        self._next = OWN
+        self._next = m.OWN_RUNS
+        self._renumbered: dict[int, int] = {}  # the client's runs that were held, by the number that they have now
         self._ready: deque[tuple[ScriptRun, Frame, int]] = deque()
         self._now = 0.0
         self._out: list[Instruction] = []
@@ -220,16 +218,15 @@ class SessionScripts:
         self._go_on(run, now, out)
         return None
 
-    def cancel(self, number: int, error: ErrorInfo, now: float, out: list[Instruction]) -> bool:
-        """End a script, or a run that is held. False: it is none of these."""
+    def cancel(self, number: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        """End a script, or a run that is held or was."""
         run = self.active.get(number)
         if run is not None:
             self._fail(run, error, now, out)
-            return True
         if number in self.held:
             self._fail_held([number], error, now, out)
-            return True
-        return False
+        for renumbered in [own for own, clients in self._renumbered.items() if clients == number]:
+            self._actions.cancel(renumbered, error, now, out)
 
     # -- how its runs go --------------------------------------------------------------------------------------------
 
@@ -248,6 +245,9 @@ class SessionScripts:
 
     def run_finished(self, number: int, now: float, out: list[Instruction]) -> None:
         """One of our runs is over on all its islands."""
+        if number in self._renumbered:
+            self._actions.finished(self._renumbered.pop(number), now, out)
+            return
         own = self._own.get(number)
         if own is None:
             return
@@ -258,6 +258,9 @@ class SessionScripts:
 
     def run_failed(self, number: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         """One of our runs has failed, and so has its script."""
+        if number in self._renumbered:
+            self._actions.failed(self._renumbered.pop(number), error, now, out)
+            return
         own = self._own.get(number)
         if own is not None:
             del self._own[number], own.script.runs[number]
@@ -434,9 +437,15 @@ class SessionScripts:
                 if held.missing:
                     continue
                 del self.held[number]
-                error = self._actions.begin(held.message, self._now, self._out)
+                message = held.message
+                if isinstance(message, m.StartRun):
+                    self._renumbered[self._next] = number
+                    message = msgspec.structs.replace(message, run=self._next)
+                    self._next += 1
+                error = self._actions.begin(message, self._now, self._out)
                 self._stop_reading(held.read)
                 if error is not None:
+                    self._renumbered.pop(message.run, None)
                     self._actions.failed(number, error, self._now, self._out)
                     self._break_promises(held.made, error)
                 elif isinstance(held.message, m.StartRun):

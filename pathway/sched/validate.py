@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathway.sched.core import SchedulerCore
 from pathway.sched.lanes import LaneScheduler
 from pathway.sched.queues import Group, Lane, Run
-from pathway.sched.scripts import OWN
+from pathway.transport.messages import OWN_RUNS
 
 
 def validate(core: SchedulerCore) -> None:
@@ -30,7 +30,7 @@ def validate(core: SchedulerCore) -> None:
         for number, run in session.runs.items():
             assert run.number == number
             assert run.error is None
-            assert number <= session.last_run or number >= OWN, "N-3"
+            assert number <= session.last_run or number >= OWN_RUNS, "N-3"
             assert any(lane.error is None for lane in run.lanes)
         if session.peer is not None:
             peer = core.peers.get(session.peer)

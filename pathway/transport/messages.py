@@ -31,6 +31,10 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 INLINE_BYTES = 64 * 1024
 """Host arrays up to this size ride in the run's message (design, section 7)."""
 
+OWN_RUNS = 1 << 48
+"""Runs, and buffers that they make, are numbered by the client below this, and by the scheduler from here on: those of
+scripts, and a client's that had to wait for one. On each island, either kind begins in the order of its numbers."""
+
 CHUNK_BYTES = 1024 * 1024
 """Bulk data travels in frames of this size: large single frames are slow (design, section 13)."""
 
