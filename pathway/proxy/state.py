@@ -92,7 +92,7 @@ class SessionState:
         if held is None:
             raise invalid(f"array handle {handle} is not known")
         if isinstance(held, StatusError):
-            raise held
+            raise held.with_traceback(None)  # it is raised for each use, and would remember them all
         return held
 
     def _keep(self, handle: int, value: Held) -> int:

@@ -437,10 +437,10 @@ class Clients:
             if session.scripts is not None:
                 session.scripts.run_failed(run, error, now, out)
 
-    def part_refused(self, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
+    def part_refused(self, lane: Lane, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
         session = self.sessions.get(message.session)
         plan = session.plans.get(message.plan) if session else None
-        if session is None or plan is None or plan.error is not None:
+        if session is None or plan is None or plan.error is not None or lane not in plan.lanes:
             return
         plan.error = message.error
         session.tell(m.PlanFailed(message.plan, message.error), now, self.lease_s, out)

@@ -263,7 +263,8 @@ class SchedulerCore:
             self.clients.decided(message, now, out)
 
     def _part_refused(self, peer: Peer, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
-        self.clients.part_refused(message, now, out)
+        if peer.lane is not None:
+            self.clients.part_refused(peer.lane, message, now, out)
 
     # -- islands (called by `Cluster`) -------------------------------------------------------------------------------
 

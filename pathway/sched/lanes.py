@@ -36,6 +36,9 @@ __all__ = ["Lane", "LaneScheduler", "Run"]
 AT_LEAST = 2
 """Parts in flight that a window always lets in: one that runs, and one to follow it without a gap."""
 
+MOST_US = 1e12
+"""What a part is believed to have taken at most: sums of such times keep their microseconds."""
+
 LEARNING = 1 / 16
 """How much a part's last time counts in what it is expected to take, if it took longer. A shorter time counts at once:
 a device that waited for its next part was measured too long, and to expect that would let it wait again."""
@@ -316,6 +319,7 @@ class LaneScheduler:
             group.count -= 1
             group.us = group.us - part.expected_us if group.count else 0.0
         if measured_us is not None:
+            measured_us = min(max(measured_us, 0.0), MOST_US)
             costs_us, index = run.costs_us, part.index
             known_us = costs_us[index]
             shorter = known_us == UNKNOWN_US or measured_us < known_us
