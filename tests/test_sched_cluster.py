@@ -113,6 +113,32 @@ def test_an_island_that_crash_loops_rests_longer_and_longer_and_says_so() -> Non
     assert rests == [0.0, 1.0, 2.0, 4.0, 8.0]
 
 
+def test_an_island_that_crash_loops_is_given_up_until_an_administrator_wants_it_back() -> None:
+    world = World()
+    world.connect()
+    world.join("east")
+    island = world.core.cluster.islands["east"]
+    for incarnation in range(1, 9):
+        world.say("worker-east-0", m.ExecutorExited("east", incarnation, 0, "exit code 1"))
+        while island.state is State.RESTING:
+            world.wait(1.0)
+            world.say("worker-east-0", m.Ping(1))
+    assert island.state is State.GIVEN_UP
+    assert island.drained
+    [wait] = world.core.waits(world.now)
+    assert "given up and drained after 8 losses in a row (it was lost: host 0 (east-0): exit code 1)" in wait.reason
+    assert "pathway undrain east" in wait.reason
+    for _ in range(200):
+        world.wait(1.0)
+        world.say("worker-east-0", m.Ping(1))
+    assert island.incarnation == 8
+    world.say("admin", hello("admin"))
+    out = world.say("admin", m.DrainIsland(1, "east", False))
+    assert [one.message.incarnation for one in out if isinstance(getattr(one, "message", None), m.FormIsland)] == [9]
+    assert not island.drained
+    assert island.losses == 0
+
+
 def test_a_silent_worker_is_a_lost_host_after_two_seconds() -> None:
     world = World()
     world.connect()

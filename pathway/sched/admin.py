@@ -90,12 +90,13 @@ class Admin:
             error = f"there is no island {message.island!r}; there are: {there}"
             out.append(Send(peer.key, m.AdminReply(message.request, "", error)))
             return
-        island.drained = message.drain
-        out.append(island.record())
         if not message.drain:
+            self._cluster.try_again(island, now, out)
             self._clients.bind_waiting(now, out)
             out.append(Send(peer.key, m.AdminReply(message.request, f"island {island.name} takes slices again")))
             return
+        island.drained = True
+        out.append(island.record())
         self.move_idle(island, now, out)
         slices = len(self._held(island))
         runs = len(island.lane.running) + len(island.lane.queue) if island.lane is not None else 0

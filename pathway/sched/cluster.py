@@ -2,7 +2,8 @@
 
 An island is *gathering* until all its hosts are there, *forming* from the order to start executors until all of them
 are ready, *formed* until one of its hosts or executors is lost, *stopping* until every host has said that its executor
-is gone, and perhaps *resting* before it is formed again.
+is gone, and perhaps *resting* before it is formed again. One that is lost again and again is *given up*: it is drained,
+and not formed until an administrator takes it into use again.
 
 Invariants
   C-1  At most one incarnation of an island exists: it is formed again only after every host has ended the last one.
@@ -52,6 +53,7 @@ class State(enum.Enum):
     FORMED = "formed"
     STOPPING = "stopping"
     RESTING = "resting"
+    GIVEN_UP = "given up"
 
 
 @dataclass(eq=False, slots=True)
@@ -118,6 +120,11 @@ class Island:
         if self.state is State.STOPPING:
             late = [index for index, host in self.hosts.items() if host.child]
             return f"waits for host {_listed(late)} to end its executor{again}"
+        if self.state is State.GIVEN_UP:
+            return (
+                f"given up and drained after {self.losses} losses in a row{again}: `pathway undrain {self.name}` tries "
+                "again"
+            )
         return f"rests for {max(0.0, self.rests_until - now):.1f} s after {self.losses} losses in a row{again}"
 
 
@@ -134,13 +141,14 @@ class Watcher(Protocol):
 @dataclass(frozen=True)
 class ClusterSettings:
     """`form_timeout_s`: how long executors may take until they are ready. After several losses in a row an island rests
-    before it is formed again: not at all after the first, then `rest_s`, twice that, ..., at most `longest_rest_s`; a
-    life of `long_life_s` clears the count."""
+    before it is formed again: not at all after the first, then `rest_s`, twice that, ..., at most `longest_rest_s`.
+    After `most_losses` in a row it is given up. A life of `long_life_s` clears the count."""
 
     form_timeout_s: float = 300.0
     rest_s: float = 1.0
     longest_rest_s: float = 60.0
     long_life_s: float = 60.0
+    most_losses: int = 8
 
 
 class Cluster:
@@ -247,6 +255,9 @@ class Cluster:
         if island.state is State.FORMED and now - island.since >= settings.long_life_s:
             island.losses = 0
         island.losses += 1
+        if island.losses >= settings.most_losses and not island.drained:
+            island.drained = True
+            out.append(island.record())
         rest_s = min(settings.rest_s * 2 ** (island.losses - 2), settings.longest_rest_s) if island.losses > 1 else 0.0
         island.rests_until = now + rest_s
         island.state, island.since, island.cause = State.STOPPING, now, cause
@@ -273,6 +284,8 @@ class Cluster:
             return
         if island.missing:
             island.state = State.GATHERING
+        elif island.losses >= self._settings.most_losses:
+            island.state = State.GIVEN_UP
         elif now < island.rests_until:
             if island.state is not State.RESTING:
                 island.state = State.RESTING
@@ -299,6 +312,13 @@ class Cluster:
                 )
 
         self._timers.at(now + self._settings.form_timeout_s, too_late)
+
+    def try_again(self, island: Island, now: float, out: list[Instruction]) -> None:
+        """An administrator wants it back: what was is forgotten."""
+        island.drained = False
+        out.append(island.record())
+        island.losses, island.rests_until = 0, 0.0
+        self._go_on(island, now, out)
 
     def stop_all(self, out: list[Instruction]) -> None:
         """End every executor, for good."""
