@@ -146,6 +146,15 @@ def end_children(children: Sequence[Child], grace_s: float) -> None:
 # -- why a child ended -------------------------------------------------------------------------------------------------
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(") ")[2][:1] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def cause_of_exit(returncode: int, oom_kills_before: int | None = None) -> str:
     """For people: "exit code 3", "signal SIGSEGV", "signal SIGKILL: the kernel ended it for lack of memory" (L-3)."""
     if returncode >= 0:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 
+import numpy as np
 import pytest
 
+import pathway as pw
 from pathway.embedded import local_islands, start_local_cluster
 from pathway.errors import ConfigError, ConnectError
 from pathway.testing.cluster import local_cluster
@@ -26,6 +29,32 @@ def test_a_killed_executor_is_noticed_by_its_exit_and_the_island_forms_again() -
         island = cluster.island("east")
         assert "SIGKILL" in island["last_loss"]
         assert all(cluster.executor_pid("east", host) != before[host] for host in range(2))
+
+
+def test_an_executor_that_is_stopped_is_not_dead_and_goes_on() -> None:
+    with local_cluster({"east": {"devices": 1}}) as cluster, pw.Client(cluster.address) as client:
+        slice_ = client.slice(1)
+        add = pw.jit(slice_)(lambda x: x + 1)
+        x = add(client.put(np.float32(1), slice_))
+        assert x.numpy() == 2
+        executor = cluster.executor_pid("east")
+
+        def wait() -> float:
+            found = [wait for wait in cluster.status()["waits"] if "SIGSTOP" in wait["reason"]]
+            return found[0]["since_s"] if found else -1.0
+
+        os.kill(executor, signal.SIGSTOP)
+        try:
+            cluster.wait_until(lambda: wait() >= 0, "its worker says that it is stopped", 5.0)
+            later = add(x)
+            cluster.wait_until(lambda: wait() > 4, "longer than a silent machine is given", 10.0)
+            assert not later.is_ready()
+        finally:
+            os.kill(executor, signal.SIGCONT)
+        assert later.numpy() == 3
+        cluster.wait_until(lambda: wait() < 0, "nothing is stopped any more", 5.0)
+        assert cluster.island("east")["incarnation"] == 1
+        assert cluster.executor_pid("east") == executor
 
 
 def test_a_killed_worker_takes_its_executor_along_and_can_return() -> None:

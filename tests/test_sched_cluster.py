@@ -253,3 +253,23 @@ def test_draining_stops_at_its_deadline_and_ends_executors_if_asked() -> None:
     out = world.wait(1.0)
     assert sent(out, "worker-east-0", m.StopExecutor) == [m.StopExecutor("east", 1)]
     assert out[-1] == Stop("1 runs were not over after 1 s")
+
+
+def test_a_stopped_executor_is_vouched_for_and_its_wait_is_listed() -> None:
+    world = World()
+    world.form("east")
+    executor = executor_of("east")
+    world.say("worker-east-0", m.ExecutorPaused("east", 1, 0, True))
+    for _ in range(60):
+        world.wait(1.0)
+        world.say("worker-east-0", m.Ping(1))
+    assert world.core.cluster.islands["east"].state is State.FORMED
+    [wait] = world.core.waits(world.now)
+    assert "executor of host 0 is stopped (SIGSTOP)" in wait.reason
+    assert wait.since_s == 60.0
+    world.say("worker-east-0", m.ExecutorPaused("east", 1, 0, False))
+    assert not world.core.waits(world.now)
+    for _ in range(12):
+        world.wait(1.0)
+        world.say("worker-east-0", m.Ping(1))
+    assert world.core.cluster.islands["east"].state is not State.FORMED, f"{executor} was silent for too long"

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+import trio.testing
 import zmq
 
 from pathway.dataflow.layout import Aval, Layout, Sharding

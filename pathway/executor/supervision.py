@@ -20,6 +20,7 @@ from msgspec import Struct
 from pathway.processes import GRACE_S
 from pathway.transport.messages import (
     ExecutorExited,
+    ExecutorPaused,
     FormIsland,
     Goodbye,
     HostJoined,
@@ -60,6 +61,12 @@ class ChildExited(Struct, frozen=True):
     cause: str
 
 
+class ChildPaused(Struct, frozen=True):
+    """The child has been stopped by a signal, or goes on."""
+
+    paused: bool
+
+
 class StopRequested(Struct, frozen=True):
     reason: str
 
@@ -68,7 +75,7 @@ class Tick(Struct, frozen=True):
     """The time of `next_deadline` has come."""
 
 
-Event = LinkOpened | LinkFailed | LinkLost | Received | ChildExited | StopRequested | Tick
+Event = LinkOpened | LinkFailed | LinkLost | Received | ChildExited | ChildPaused | StopRequested | Tick
 
 
 # -- instructions ------------------------------------------------------------------------------------------------------
@@ -154,6 +161,8 @@ class WorkerCore:
                 self._received(message, now, out)
             case ChildExited(cause):
                 self._child_exited(cause, out)
+            case ChildPaused(paused):
+                self._child_paused(paused, out)
             case StopRequested(reason):
                 self._end_worker(Exit(0, reason), now, out)
             case Tick():
@@ -255,6 +264,11 @@ class WorkerCore:
         elif self._wanted is not None:
             self._child = _Child(self._wanted)
             out.append(StartChild(self._wanted))
+
+    def _child_paused(self, paused: bool, out: list[Instruction]) -> None:
+        child, joined = self._child, self._joined
+        if self._linked and child is not None and not child.orphaned:
+            out.append(Send(ExecutorPaused(joined.island, child.form.incarnation, joined.host_index, paused)))
 
     def _tell_exit(self, incarnation: int, cause: str, out: list[Instruction]) -> None:
         if self._linked:

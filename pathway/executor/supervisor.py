@@ -26,6 +26,7 @@ from pathway.config import Settings
 from pathway.errors import ConfigError, ConnectError, PathwayError
 from pathway.executor.supervision import (
     ChildExited,
+    ChildPaused,
     CloseLink,
     Event,
     Exit,
@@ -43,12 +44,15 @@ from pathway.executor.supervision import (
     Tick,
     WorkerCore,
 )
-from pathway.processes import ParentPipe, cause_of_exit, oom_kills
+from pathway.processes import ParentPipe, cause_of_exit, is_stopped, oom_kills
+from pathway.transport.link import QUICK_SILENCE
 from pathway.transport.messages import FormIsland, HostJoined, Message
 from pathway.transport.security import KeyPaths, refuse_open_bind, split_endpoint
 from pathway.transport.sockets import Dealer, Peer, PeerGone, hello
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
 
 XLA_THREADS = 32
 """XLA's pool of threads (NPROC), at least: with few, the collectives of many devices starve one another."""
@@ -162,6 +166,7 @@ class Worker:
                 hello("worker", name=f"{options.island}/{options.host_index}"),
                 identity=self._identity,
                 timeout_s=self._settings.connect_timeout_s,
+                socket_options=QUICK_SILENCE,
             )
         except PathwayError as error:
             refused = not isinstance(error, ConnectError) or error.info is not None
@@ -199,10 +204,24 @@ class Worker:
 
     async def _reap(self, child: _Child, form: FormIsland) -> None:
         prefix = f"[{form.island}/{form.host_index}] " if sys.stderr.isatty() else ""
-        cause = await child.until_exit(prefix)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_for_stops, child)
+            cause = await child.until_exit(prefix)
+            nursery.cancel_scope.cancel()
         self._child = None
         log.info("the executor of incarnation %d ended: %s", form.incarnation, cause)
         self._actor.deliver((ChildExited(cause),))
+
+    async def _watch_for_stops(self, child: _Child) -> None:
+        """Who stops a process (SIGSTOP, a debugger) tells only its parent, by a signal or by a wait, and both are used
+        for ends: so look, now and then."""
+        paused = False
+        while True:
+            await trio.sleep(LOOK_S)
+            if is_stopped(child.process.pid) != paused:
+                paused = not paused
+                log.warning("the executor %s", "is stopped" if paused else "goes on")
+                self._actor.deliver((ChildPaused(paused),))
 
 
 class _Child:

@@ -58,11 +58,13 @@ class State(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """A worker that has joined. `child`: the incarnation whose executor may be running there (0: none)."""
+    """A worker that has joined. `child`: the incarnation whose executor may be running there (0: none).
+    `paused_since`: when that was stopped, if it is."""
 
     peer: PeerKey
     joined: HostJoined
     child: int = 0
+    paused_since: float | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -235,9 +237,19 @@ class Cluster:
         if host.child != incarnation:
             return
         host.child = 0
+        host.paused_since = None
         if incarnation == island.incarnation:
             self.lose(island, f"host {host.joined.host_index} ({host.joined.hostname}): {cause}", now, out)
         self._go_on(island, now, out)
+
+    def executor_paused(self, host: Host, incarnation: int, paused: bool, now: float) -> PeerKey | None:
+        """An executor is stopped, or goes on. Returns its connection, if it has one."""
+        island = self.islands[host.joined.island]
+        if host.child != incarnation:
+            return None
+        host.paused_since = now if paused else None
+        executor = island.executors.get(host.joined.host_index)
+        return executor[0] if executor is not None else None
 
     def executor_gone(self, island: str, incarnation: int, cause: str, now: float, out: list[Instruction]) -> None:
         """An executor's connection is over, and its worker has not told why."""

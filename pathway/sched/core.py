@@ -93,7 +93,11 @@ class SchedulerCore:
         self._everybody: m.Directory | None = None
         self._handlers: dict[str, dict[type, Callable[[Peer, Any, float, list[Instruction]], None]]] = {
             "client": self.clients.handlers | {m.StatusRequest: self._status_request},
-            "worker": {m.HostJoined: self._host_joined, m.ExecutorExited: self._executor_exited},
+            "worker": {
+                m.HostJoined: self._host_joined,
+                m.ExecutorExited: self._executor_exited,
+                m.ExecutorPaused: self._executor_paused,
+            },
             "executor": {
                 m.PartsFinished: self._parts_finished,
                 m.PartsLate: self._parts_late,
@@ -229,6 +233,14 @@ class SchedulerCore:
     def _executor_exited(self, peer: Peer, message: m.ExecutorExited, now: float, out: list[Instruction]) -> None:
         if peer.host is not None:
             self.cluster.executor_exited(peer.host, message.incarnation, message.cause, now, out)
+
+    def _executor_paused(self, peer: Peer, message: m.ExecutorPaused, now: float, out: list[Instruction]) -> None:
+        if peer.host is not None:
+            key = self.cluster.executor_paused(peer.host, message.incarnation, message.paused, now)
+            executor = self.peers.get(key) if key is not None else None
+            if executor is not None:
+                executor.vouched = message.paused
+                executor.last_heard = now
 
     def _executor_ready(self, peer: Peer, message: m.ExecutorReady, now: float, out: list[Instruction]) -> None:
         if peer.executor is not None:

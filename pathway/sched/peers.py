@@ -3,8 +3,8 @@
 Invariants
   P-3  A peer's first message is a Hello of our protocol; its role decides what it may say.
   P-4  Every message counts as a sign of life. A worker that is silent for `host_silence_s` is lost, an executor for
-       `executor_silence_s` (its process is watched by its worker, so this is for broken links only), and a client keeps
-       its session for `lease_s`.
+       `executor_silence_s` (its process is watched by its worker, so this is for broken links only, and not for one
+       that its worker says is stopped), and a client keeps its session for `lease_s`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PeerSettings:
 class Peer:
     """One connection. Its role decides which of `session`, `host` and `executor` (island, incarnation, host) is set."""
 
-    __slots__ = ("executor", "hello", "host", "key", "lane", "last_heard", "public_key", "role", "session")
+    __slots__ = ("executor", "hello", "host", "key", "lane", "last_heard", "public_key", "role", "session", "vouched")
 
     def __init__(self, key: PeerKey, hello: Hello, public_key: str | None, now: float) -> None:
         self.key = key
@@ -47,6 +47,7 @@ class Peer:
         self.role = hello.role
         self.public_key = public_key
         self.last_heard = now
+        self.vouched = False  # an executor whose worker says that it lives, but is stopped
         self.session: Session | None = None
         self.host: Host | None = None
         self.executor: tuple[str, int, int] | None = None
@@ -99,7 +100,7 @@ class Peers:
         def look(now: float, out: list[Instruction]) -> None:
             if self._peers.get(peer.key) is not peer:
                 return
-            due = peer.last_heard + silence_s
+            due = (now if peer.vouched else peer.last_heard) + silence_s
             if now < due:
                 self._timers.at(due, look)
             else:

@@ -25,6 +25,12 @@ def waits(core: SchedulerCore, now: float) -> list[Wait]:
         reason = island.reason(now)
         if reason:
             found.append(Wait(f"island {island.name}", reason, island.name, now - island.since))
+        for index, host in island.hosts.items():
+            if host.paused_since is not None:
+                reason = (
+                    f"the executor of host {index} is stopped (SIGSTOP), and goes on when it is continued (SIGCONT)"
+                )
+                found.append(Wait(f"island {island.name}", reason, island.name, now - host.paused_since))
     for held in core.clients.waiting_slices.values():
         found.append(Wait(held.who, held.reason, held.request.island, now - held.since))
     for session in core.clients.sessions.values():
@@ -95,6 +101,7 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
                 "host": index,
                 "hostname": host.joined.hostname,
                 "pid": host.joined.pid,
+                "paused": host.paused_since is not None,
                 "executor_pid": island.executors[index][1].pid if index in island.executors else 0,
                 "executor": address_of(island.executors[index][1].peer_address) if index in island.executors else "",
             }

@@ -16,7 +16,8 @@ Invariants
 
 The end of a router's connection is seen in two ways: the socket monitor names the file descriptor that closed (and the
 first message of a peer named the one it came from), and a send to a peer that is gone fails. ZMTP heartbeats end a
-connection whose other machine is silent; ZeroMQ's own thread answers them, so a busy peer is no dead peer.
+connection whose other machine is silent; ZeroMQ's own thread answers them, so a busy peer is no dead peer. A stopped
+one (SIGSTOP) is none either, until SILENCE_MS; lost machines are found sooner, by the scheduler and its workers.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ ZERO_COPY_BYTES = 64 * 1024
 
 COALESCE_BYTES = 16 * 1024 * 1024
 """An outbox whose frame would be larger than this leaves as several."""
+
+SILENCE_MS = 60_000
+QUICK_SILENCE: Mapping[int, int] = {int(zmq.HEARTBEAT_TIMEOUT): 2000}
+"""For links by which the loss of the other machine is to be noticed."""
 
 RETRY_S = 0.01
 """How often a send that was held back is tried again, where nothing else happens on the socket."""
@@ -105,7 +110,7 @@ class Link(ABC):
             zmq.LINGER: 500,
             zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
             zmq.HEARTBEAT_IVL: 500,
-            zmq.HEARTBEAT_TIMEOUT: 2000,
+            zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
             **options,
         }.items():
             self._socket.setsockopt(option, value)

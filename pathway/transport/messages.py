@@ -366,6 +366,15 @@ class ExecutorExited(Message, frozen=True, tag=53):
     cause: str
 
 
+class ExecutorPaused(Message, frozen=True, tag=54):
+    """The executor child has been stopped (SIGSTOP, a debugger), or goes on: not dead, and silent for a reason."""
+
+    island: str
+    incarnation: int
+    host_index: int
+    paused: bool
+
+
 # -- executor <-> scheduler -------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
     },
     ADMIN: _ALWAYS | {m.StatusRequest, m.SetWeight, m.DrainIsland, m.KillSession},
     OBSERVER: _ALWAYS | {m.StatusRequest},
-    WORKER: _ALWAYS | {m.HostJoined, m.ExecutorExited},
+    WORKER: _ALWAYS | {m.HostJoined, m.ExecutorExited, m.ExecutorPaused},
     EXECUTOR: _ALWAYS
     | {
         m.ExecutorReady,
