@@ -60,6 +60,7 @@ class Clients:
     ) -> None:
         self.sessions: dict[int, Session] = {}
         self.waiting_slices: dict[tuple[int, int], Slice] = {}
+        self._waiting_for: dict[str, dict[tuple[int, int], Slice]] = {}  # the same, by the island that they ask for
         self.cluster = cluster
         self.binder = SliceBinder(cluster)
         self.plans = PlanRegistry(cluster)
@@ -156,7 +157,7 @@ class Clients:
         self.plans.drop_session(session)
         for held in session.slices.values():
             self.binder.release(held)
-            self.waiting_slices.pop((session.id, held.request.slice), None)
+            self._wait_no_more((session.id, held.request.slice))
         self.bind_waiting(now, out)
 
     def resumed(self, session: Session, out: list[Instruction]) -> None:
@@ -188,19 +189,38 @@ class Clients:
         refusal = self.binder.bind(wanted, now, grace)
         key = (session.id, wanted.request.slice)
         if refusal is None:
-            self.waiting_slices.pop(key, None)
+            self._wait_no_more(key)
             self.tell_bound(session, wanted, now, out)
         elif refusal.final:
-            self.waiting_slices.pop(key, None)
+            self._wait_no_more(key)
             del session.slices[wanted.request.slice]
             session.tell(m.SliceRefused(wanted.request.slice, "SliceError", refusal.reason), now, self.lease_s, out)
         else:
             wanted.reason = refusal.reason
-            self.waiting_slices[key] = wanted
+            self._wait(wanted)
 
-    def bind_waiting(self, now: float, out: list[Instruction]) -> None:
-        """Something has changed: look at the slices that wait, in the order in which they came."""
-        for wanted in list(self.waiting_slices.values()):
+    def _wait(self, wanted: Slice) -> None:
+        key = (wanted.session, wanted.request.slice)
+        self.waiting_slices[key] = self._waiting_for.setdefault(wanted.request.island, {})[key] = wanted
+
+    def _wait_no_more(self, key: tuple[int, int]) -> None:
+        wanted = self.waiting_slices.pop(key, None)
+        if wanted is not None:
+            here = self._waiting_for[wanted.request.island]
+            del here[key]
+            if not here:
+                del self._waiting_for[wanted.request.island]
+
+    def bind_waiting(self, now: float, out: list[Instruction], island: str = "") -> None:
+        """Something has changed, on this island or ("") anywhere: look at the slices that may wait for it, in the
+        order in which they came."""
+        waiting = self.waiting_slices
+        if island:
+            named = self._waiting_for.get(island, {})
+            if not named and "" not in self._waiting_for:
+                return
+            waiting = {**self._waiting_for.get("", {}), **named}
+        for wanted in sorted(waiting.values(), key=lambda wanted: wanted.since):
             self._bind_or_wait(self.sessions[wanted.session], wanted, now, out)
 
     def tell_bound(self, session: Session, held: Slice, now: float, out: list[Instruction]) -> None:
@@ -222,13 +242,15 @@ class Clients:
         session = owner(peer)
         held = session.slices.pop(message.slice, None)
         if held is not None:
-            self.waiting_slices.pop((session.id, message.slice), None)
+            self._wait_no_more((session.id, message.slice))
+            island = held.island
             self.binder.release(held)
             held_now = session.reach()
             for plan in session.plans.values():  # A-2
                 if plan.error is None and not within(plan.reach, held_now):
                     plan.error = ErrorInfo("SliceError", f"slice {message.slice} was released", slice=message.slice)
-            self.bind_waiting(now, out)
+            if island:
+                self.bind_waiting(now, out, island)
 
     # -- plans and runs ---------------------------------------------------------------------------------------------
 
@@ -468,10 +490,10 @@ class Clients:
             else:
                 self.binder.release(held)
                 held.reason = f"island {island.name} came back with other devices"
-                self.waiting_slices[held.session, held.request.slice] = held
+                self._wait(held)
         for session in self.sessions.values():
             self.plans.register_again(session, lane, out)
-        self.bind_waiting(now, out)
+        self.bind_waiting(now, out, island.name)
 
     def island_lost(self, lane: Lane, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         notice = m.IslandLost(lane.island, lane.incarnation, error)
@@ -492,6 +514,7 @@ class Clients:
             refusal = m.SliceRefused(wanted.request.slice, "SliceError", f"the scheduler: {self.ending}")
             session.tell(refusal, now, self.lease_s, out)
         self.waiting_slices.clear()
+        self._waiting_for.clear()
 
 
 class ScriptActions:

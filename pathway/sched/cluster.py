@@ -137,7 +137,7 @@ class Watcher(Protocol):
 
     def island_lost(self, lane: Lane, error: ErrorInfo, now: float, out: list[Instruction]) -> None: ...
 
-    def island_changed(self, now: float, out: list[Instruction]) -> None: ...
+    def island_changed(self, island: Island, now: float, out: list[Instruction]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Cluster:
         host = Host(peer, joined)
         island.hosts[joined.host_index] = host
         self._go_on(island, now, out)
-        self._watcher.island_changed(now, out)
+        self._watcher.island_changed(island, now, out)
         return host
 
     def host_lost(self, host: Host, cause: str, now: float, out: list[Instruction]) -> None:
@@ -206,7 +206,7 @@ class Cluster:
         del island.hosts[host.joined.host_index]
         self.lose(island, f"host {host.joined.host_index} ({host.joined.hostname}): {cause}", now, out)
         self._go_on(island, now, out)
-        self._watcher.island_changed(now, out)
+        self._watcher.island_changed(island, now, out)
 
     # -- executors --------------------------------------------------------------------------------------------------
 

@@ -291,8 +291,8 @@ class SchedulerCore:
         self.clients.island_lost(lane, error, now, out)
         self._tell_directory(out)
 
-    def island_changed(self, now: float, out: list[Instruction]) -> None:
-        self.clients.bind_waiting(now, out)
+    def island_changed(self, island: Island, now: float, out: list[Instruction]) -> None:
+        self.clients.bind_waiting(now, out, island.name)
 
     def _set_lane(self, lane: Lane, value: Lane | None) -> None:
         for key in lane.hosts:

@@ -10,11 +10,14 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pathway.sched.cluster import Cluster, Island, State
 from pathway.transport.messages import RequestSlice
+
+LISTED = 12
+"""Islands that a reason names: a reader wants some, and a large cluster has thousands."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +53,10 @@ class SliceBinder:
     def bind(self, wanted: Slice, now: float, grace: bool = False) -> Refusal | None:
         """Bind a slice to devices, or say why not. `grace`: the cluster is young, and islands may still come."""
         request = wanted.request
-        fitting = [island for island in self.cluster.islands.values() if _fits(island, request)]
+        islands = self.cluster.islands
+        named = islands.get(request.island)
+        among = islands.values() if not request.island else () if named is None else (named,)
+        fitting = [island for island in among if _fits(island, request)]
         if not fitting:
             return Refusal(self._what_there_is(request), final=not grace)
         best: tuple[tuple[bool, float, str], Island, tuple[int, ...]] | None = None
@@ -69,12 +75,13 @@ class SliceBinder:
             return None
         coming = [island for island in fitting if island.state is not State.FORMED and not island.drained]
         if coming:
-            reasons = "; ".join(f"island {island.name} {island.reason(now)}" for island in coming)
-            return Refusal(reasons, final=False)
+            reasons = [f"island {island.name} {island.reason(now)}" for island in coming[:LISTED]]
+            return Refusal(_listed(reasons, len(coming), "; "), final=False)
         drained = [island.name for island in fitting if island.drained]
         if drained:
             return Refusal(
-                f"{self._who_holds(request, fitting)}; drained: {', '.join(drained)}", final=not request.wait
+                f"{self._who_holds(request, fitting)}; drained: {_listed(drained[:LISTED], len(drained))}",
+                final=not request.wait,
             )
         blocking = {
             holder for island in fitting for holders in self.holders.get(island.name, {}).values() for holder in holders
@@ -124,12 +131,12 @@ class SliceBinder:
             asked += f" on island {request.island!r}"
         if not islands:
             return f"{asked}: no host has joined the cluster; start one with `pathway worker`"
-        there = ", ".join(f"{island.name} ({island.devices} {island.platform} devices)" for island in islands)
-        return f"{asked}: no island can ever have them; there are: {there}"
+        there = [f"{island.name} ({island.devices} {island.platform} devices)" for island in islands[:LISTED]]
+        return f"{asked}: no island can ever have them; there are: {_listed(there, len(islands))}"
 
-    def _who_holds(self, request: RequestSlice, fitting: Iterable[Island]) -> str:
+    def _who_holds(self, request: RequestSlice, fitting: Sequence[Island]) -> str:
         lines = []
-        for island in fitting:
+        for island in fitting[:LISTED]:
             holders: dict[Slice, int] = {}
             for slices in self.holders.get(island.name, {}).values():
                 for holder in slices:
@@ -141,7 +148,7 @@ class SliceBinder:
             if request.shared
             else "slices share devices only if all of them are asked for with shared=True"
         )
-        return f"{request.devices} free devices: " + "; ".join(lines) + f" ({sharing})"
+        return f"{request.devices} free devices: " + _listed(lines, len(fitting), "; ") + f" ({sharing})"
 
     def validate(self) -> None:
         """Assert V-1. For tests."""
@@ -187,6 +194,12 @@ def choose_devices(count: int, island: Island, free: list[int]) -> tuple[int, ..
         if all(device in available for device in range(start, start + count)):
             return tuple(range(start, start + count))
     return tuple(free[:count])
+
+
+def _listed(shown: Sequence[str], count: int, separator: str = ", ") -> str:
+    """So many of `count` things."""
+    more = [f"{count - len(shown):,} more"] if count > len(shown) else []
+    return separator.join([*shown, *more])
 
 
 def _fits(island: Island, request: RequestSlice) -> bool:
