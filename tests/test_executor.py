@@ -39,6 +39,7 @@ class Scheduler:
         self.heard: list[Any] = []
         self.peers: dict[tuple[str, int], bytes] = {}
         self.addresses: dict[tuple[str, int], str] = {}
+        self.pids: dict[tuple[str, int], int] = {}
         self.shapes: dict[str, tuple[int, int]] = {}  # island -> hosts, devices
         self._changed = trio.Event()
         nursery.start_soon(self._serve)
@@ -58,6 +59,7 @@ class Scheduler:
                         key = (message.island, message.host_index)
                         self.peers[key] = item.peer
                         self.addresses[key] = message.peer_address
+                        self.pids[key] = message.pid
                     else:
                         self.heard.append(message)
             self.router.flush()

@@ -21,6 +21,7 @@ from pathway.executor.gangs import (
     ForgetPlan,
     Free,
     GangInfo,
+    GiveUp,
     HostReported,
     Launch,
     PartInfo,
@@ -358,8 +359,9 @@ def test_cancelling_poisons_what_has_no_place_yet() -> None:
     leader.register(1, info(GangInfo(), GangInfo(edges=(7,)), edges={7: EdgeInfo("west", (0,), (1,))}))
     leader.start(10, 1)
     cancelled = ErrorInfo("Cancelled", "by the user")
-    assert leader.handle(m.CancelPart(S, 10, cancelled)) == [Poison(S, 10, 1, cancelled)]
-    assert leader.handle(m.CancelPart(S, 10, cancelled)) == []
+    assert leader.handle(m.CancelPart(S, 10, cancelled)) == [GiveUp(S, 10), Poison(S, 10, 1, cancelled)]
+    assert leader.handle(m.CancelPart(S, 99, cancelled)) == [GiveUp(S, 99)]  # over: what it sent may be under way
+    assert leader.handle(m.CancelPart(S, 10, cancelled)) == [GiveUp(S, 10)]
     assert leader.done(10, 0)[-1] == SendToScheduler(m.PartFailed(S, 10, cancelled))
 
 

@@ -4,6 +4,8 @@ Invariants
   A-1  Only bulk may come before the message that explains it. It is parked by key; the end of its session drops it, and
        so does a later run of the session, for runs of one session begin in the order of their numbers, those that the
        client numbers and those that the scheduler does each for themselves.
+  A-3  What a client began to put and cannot complete, because its link has ended, is an error in the buffer; or, where
+       nobody has announced the buffer, it is dropped.
   A-2  An edge is reported once: when all pieces for this host's devices are here and its array is made, or as the
        first error. A put likewise.
 """
@@ -79,6 +81,15 @@ class EdgeArrivals:
     def end(self, session: int, run: int) -> None:
         self._runs.pop((session, run), None)
 
+    def give_up(self, session: int, run: int) -> None:
+        """The run was cancelled, or never begins: what has come for it goes, and what comes is not kept."""
+        parked = self._parked.get(session)
+        if parked is not None and parked.pop(run, None) is not None and not parked:
+            del self._parked[session]
+        if not self._is_closed(session):
+            kind = run >= OWN_RUNS
+            self._last_begun[session, kind] = max(run, self._last_begun.get((session, kind), 0))
+
     def close(self, session: int) -> None:
         """Drop all that the session has under way."""
         self._parked.pop(session, None)
@@ -113,7 +124,7 @@ class EdgeArrivals:
         shape = tuple(stop - start for start, stop in name[1])
         try:
             piece = data.view(numpy_dtype(edge.bound.target.aval.dtype)).reshape(shape)
-        except ValueError:
+        except (ValueError, OverflowError):
             message = f"{len(data)} bytes came for a piece of shape {shape} of {edge.bound.target.aval}"
             self._fail(run, edge_index, ErrorInfo(TransferError.__name__, message))
             return
@@ -274,6 +285,17 @@ class PutArrivals:
         """Released before it was complete. The leader frees only what is defined, so this is what came too late."""
         for buffer in buffers:
             self._drop(session, buffer)
+
+    def client_left(self, session: int) -> None:
+        """The links that the session's regions came by have ended: what is not complete never will be."""
+        puts = self._puts.get(session, {})
+        for buffer, put in list(puts.items()):
+            if put.layout is None:
+                self._drop(session, buffer)
+            else:
+                message = f"buffer {buffer}: the client's link ended before all of its data had come"
+                put.error = ErrorInfo(TransferError.__name__, message)
+                self._finish_if_complete(session, buffer, put)
 
     def close(self, session: int) -> None:
         self._puts.pop(session, None)

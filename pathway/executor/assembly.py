@@ -41,6 +41,7 @@ class Assemblies:
                 source = self._store.find_or_park(message.session, buffer)
                 if source is None:
                     return  # the session is closed
+                source.is_source = True
                 sources[device] = source
         if not sources:
             cell.value = ABSENT

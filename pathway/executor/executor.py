@@ -122,6 +122,7 @@ class Executor:
             g.Free: self._free,
             g.ForgetPlan: self._forget_plan,
             g.DropSession: self._drop_session,
+            g.GiveUp: self._give_up,
         }
         self._receive: dict[type, Callable[[Any], None]] = {
             m.StartPart: self._start_part,
@@ -279,6 +280,8 @@ class Executor:
         run = self._runs.pop((instruction.session, instruction.run), None)
         self._edges.end(instruction.session, instruction.run)
         if run is not None:
+            if run.edges:  # it ended without them
+                self._peers.drop_run(run.session, run.run)
             self._ended_us = int(run.device_us) or self._remote_us(run)
 
     def _remote_us(self, run: Run) -> int:
@@ -346,6 +349,17 @@ class Executor:
 
     def _close_session(self, message: m.CloseSession) -> None:
         self.handle(message if self._host.index == 0 else g.SessionClosed(message.session))
+
+    def _give_up(self, instruction: g.GiveUp) -> None:
+        self._edges.give_up(instruction.session, instruction.run)
+        self._links.drop_run(instruction.session, instruction.run)
+        self._peers.drop_run(instruction.session, instruction.run)
+
+    def client_left(self, session: int) -> None:
+        """The last link of a client's session has ended."""
+        self._puts.client_left(session)
+        self._store.client_left(session)
+        self._tracing.close(session)
 
     def _drop_session(self, instruction: g.DropSession) -> None:
         session = instruction.session

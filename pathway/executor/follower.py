@@ -22,6 +22,7 @@ from pathway.executor.gangs import (
     End,
     ForgetPlan,
     Free,
+    GiveUp,
     Instruction,
     Launch,
     PartInfo,
@@ -35,6 +36,7 @@ from pathway.executor.gangs import (
 from pathway.transport.messages import (
     AssembleOnIsland,
     BufferArrived,
+    CancelPart,
     CloseSession,
     DropPlan,
     EdgeArrived,
@@ -92,6 +94,7 @@ class FollowerCore:
             EdgeArrived: self._report,
             BufferArrived: self._report,
             PartBound: self._report,
+            CancelPart: self._cancelled,
         }
 
     def handle(self, event: Any, now: float) -> list[Instruction]:
@@ -175,6 +178,10 @@ class FollowerCore:
             self._closed_by_leader.discard(event.session)
         else:
             self._closed_by_scheduler.add(event.session)
+
+    def _cancelled(self, event: CancelPart, now: float, out: list[Instruction]) -> None:
+        """The leader has poisoned what could be; this does not wait for its turn, for nothing comes of it."""
+        out.append(GiveUp(event.session, event.run))
 
     # -- this host's own reports -------------------------------------------------------------------------------------
 

@@ -251,6 +251,13 @@ class ForgetPlan(Struct, frozen=True):
     plan: int
 
 
+class GiveUp(Struct, frozen=True):
+    """The run was cancelled, or never begins here: drop what is on its way to it or from it, with its memory."""
+
+    session: int
+    run: int
+
+
 class DropSession(Struct, frozen=True):
     """Drop all that the session owns."""
 
@@ -279,6 +286,7 @@ Instruction = (
     | End
     | ForgetPlan
     | DropSession
+    | GiveUp
     | SendToFollowers
     | SendToLeader
     | SendToScheduler

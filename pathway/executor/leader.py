@@ -31,6 +31,7 @@ from pathway.executor.gangs import (
     End,
     ForgetPlan,
     Free,
+    GiveUp,
     HostReported,
     Instruction,
     Launch,
@@ -160,6 +161,7 @@ class LeaderCore:
         if session is None or plan is None:
             error = ErrorInfo("ExecutionError", f"plan {message.plan} of run {run} is not registered on this island")
             out.append(SendToScheduler(PartFailed(message.session, run, error)))
+            self._give_up(CancelPart(message.session, run, error), out)
             return
         hosts = self.hosts
         info = plan.info
@@ -341,6 +343,13 @@ class LeaderCore:
         part = session.parts.get(event.run) if session else None
         if part is not None and part.unplaced:
             self._doom_all(part, event.error)
+        self._give_up(event, out)
+
+    def _give_up(self, event: CancelPart, out: list[Instruction]) -> None:
+        """On every host: what is on its way to the run, or comes from it, is not wanted any more."""
+        if self.hosts > 1:
+            out.append(SendToFollowers(event))
+        out.append(GiveUp(event.session, event.run))
 
     # -- what hosts report -------------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class PeerLinks:
         known = {address for entry in directory.islands for address in entry.hosts}
         for address in [address for address in self._peers if address not in known]:
             peer = self._peers.pop(address)
+            peer.backlog.clear()
             if peer.open is not None:
                 peer.open.dealer.close(linger_s=0)
 
@@ -95,6 +96,12 @@ class PeerLinks:
     def send_bulk(self, island: str, host: int, header: m.Message, transfer: int, data: HostBytes | Loan) -> None:
         """Send a transfer."""
         self._do(island, host, lambda link: link.bulk.sender.send(header, transfer, data))
+
+    def drop_run(self, session: int, run: int) -> None:
+        """What is under way for a run goes nowhere."""
+        for peer in self._peers.values():
+            if peer.open is not None:
+                peer.open.bulk.drop_run(session, run)
 
     def drop_session(self, session: int) -> None:
         """What is under way for a session goes nowhere."""
@@ -136,6 +143,9 @@ class PeerLinks:
         except ConnectError as error:
             log.warning("no link to the executor at %s: %s", peer.address, error)
             self._forget(peer)
+            return
+        if self._peers.get(peer.address) is not peer:  # it left the directory meanwhile
+            dealer.close(linger_s=0)
             return
         bulk = BulkLink(
             dealer.post,

@@ -52,6 +52,8 @@ class Owner(Protocol):
 
     def follower_reported(self, host: int, message: m.Message) -> None: ...
 
+    def client_left(self, session: int) -> None: ...
+
     def settle(self) -> None: ...
 
 
@@ -185,6 +187,7 @@ class PeerSocket:
             checksum_given=message.checksum,
             damaged=partial(damaged, message, peer.name),
             session=message.session,
+            run=getattr(message, "run", 0),
         )
 
     def _follower(self, name: Peer, peer: _Peer, message: m.FollowerHello) -> None:
@@ -201,6 +204,8 @@ class PeerSocket:
         peer = self._peers.pop(gone.peer, None)
         if peer is not None:
             peer.bulk.close()
+            if peer.session and all(other.session != peer.session for other in self._peers.values()):
+                self._owner.client_left(peer.session)
             if self._followers.get(peer.host) == gone.peer:
                 log.warning("follower %d of island %s is gone: %s", peer.host, self._host.island, gone.reason)
                 del self._followers[peer.host]
@@ -223,6 +228,11 @@ class PeerSocket:
     def _send_with_blob(self, name: Peer, message: m.Message, blob: Any) -> None:
         if name in self._peers:
             self._router.send_with_blob(name, message, blob)
+
+    def drop_run(self, session: int, run: int) -> None:
+        """What is under way for a run goes nowhere."""
+        for peer in self._peers.values():
+            peer.bulk.drop_run(session, run)
 
     def drop_session(self, session: int) -> None:
         """What is under way for a session goes nowhere."""

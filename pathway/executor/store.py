@@ -52,12 +52,13 @@ class Fate:
 class Cell:
     """One buffer. `value` is None until it has one."""
 
-    __slots__ = ("_fate", "layout", "nbytes", "on_settled", "settled", "value")
+    __slots__ = ("_fate", "is_source", "layout", "nbytes", "on_settled", "settled", "value")
 
     def __init__(self, layout: Layout | None = None, nbytes: int = 0) -> None:
         self.layout = layout
         self.nbytes = nbytes  # of this host's shards
         self.value: Any = None
+        self.is_source = False  # of a buffer that is assembled
         self.settled = False
         self.on_settled: list[Callable[[], None]] | None = None
         self._fate: Fate | None = None
@@ -142,6 +143,15 @@ class Store:
             if cell is not None and cell.layout is None:
                 self.free(session, (buffer,))
                 cell.settle()
+
+    def client_left(self, session: int) -> None:
+        """Nobody is there to be answered: forget the buffers that were only asked for."""
+        asked = [
+            buffer
+            for buffer, cell in self._sessions.get(session, {}).items()
+            if cell.layout is None and not cell.is_source
+        ]
+        self.free(session, tuple(asked))
 
     def close(self, session: int) -> None:
         """Forget all buffers of a session, and ignore it from now on."""

@@ -124,7 +124,7 @@ class LaneScheduler:
             self._drop_queued([run], error, now, out)
         else:
             for lane in run.lanes:
-                if (run.session, run.number) in lane.running:
+                if lane.error is None:  # also where its part is over: what it has sent may still be under way
                     out.append(Send(lane.leader, CancelPart(run.session, run.number, error)))
 
     def fail_queued(self, runs: Iterable[Run], error: ErrorInfo, now: float, out: list[Instruction]) -> None:

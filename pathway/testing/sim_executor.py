@@ -255,6 +255,9 @@ class SimExecutor:
                 self._put(message)
             case g.ForgetPlan(session, plan):
                 self.parts.pop((session, plan), None)
+            case g.GiveUp(session, run):
+                if (session, run) not in self.runs:
+                    self._forget_edges(lambda key: key[:2] == (session, run))
             case g.DropSession(session):
                 self._drop_session(session)
 

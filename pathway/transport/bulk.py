@@ -215,6 +215,7 @@ class BulkReceiver:
         damaged: Damaged | None = None,
         room: Callable[[], HostBytes] | None = None,
         session: int = 0,
+        run: int = 0,
     ) -> None:
         """A header has come, with `blob` where it was small. `done` gets the bytes, now or with the last chunk; where
         their checksum is wrong, `damaged` is called in its place. `room` makes another place for chunks than usual, and
@@ -233,7 +234,7 @@ class BulkReceiver:
                 f"transfers are open, with {self._announced_bytes:,} of {MAX_ANNOUNCED_BYTES:,} bytes"
             )
         empty = room or functools.partial(self._empty, nbytes)
-        self._incoming[transfer] = _Incoming(nbytes, session, empty, done, damaged)
+        self._incoming[transfer] = _Incoming(nbytes, session, run, empty, done, damaged)
         self._announced_bytes += nbytes
 
     def chunk(self, message: Chunk, blob: Any) -> None:
@@ -272,6 +273,12 @@ class BulkReceiver:
             if incoming.session == session:
                 incoming.discard()
 
+    def drop_run(self, session: int, run: int) -> None:
+        """What comes for this run is not wanted any more (B-6)."""
+        for incoming in self._incoming.values():
+            if incoming.run == run and incoming.session == session:
+                incoming.discard()
+
     def _announced(self, transfer: int) -> _Incoming:
         incoming = self._incoming.get(transfer)
         if incoming is None:
@@ -294,13 +301,20 @@ def _deliver(data: HostBytes, done: Done, damaged: Damaged | None, given: int, f
 class _Incoming:
     """A transfer that was announced, until it is complete."""
 
-    __slots__ = ("_damaged", "_data", "_empty", "_next", "_sum", "discarded", "done", "nbytes", "session")
+    __slots__ = ("_damaged", "_data", "_empty", "_next", "_sum", "discarded", "done", "nbytes", "run", "session")
 
     def __init__(
-        self, nbytes: int, session: int, empty: Callable[[], HostBytes], done: Done, damaged: Damaged | None
+        self,
+        nbytes: int,
+        session: int,
+        run: int,
+        empty: Callable[[], HostBytes],
+        done: Done,
+        damaged: Damaged | None,
     ) -> None:
         self.nbytes = nbytes
         self.session = session
+        self.run = run
         self.done = done
         self.discarded = False
         self._damaged = damaged

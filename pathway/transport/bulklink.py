@@ -115,11 +115,20 @@ class BulkLink:
         self.sender.drop(functools.partial(_is_of, session))
         self.receiver.drop_session(session)
 
+    def drop_run(self, session: int, run: int) -> None:
+        """Forget what is under way for a run, in both directions."""
+        self.sender.drop(functools.partial(_is_of_run, session, run))
+        self.receiver.drop_run(session, run)
+
     def close(self) -> None:
         """The link has ended, and all that came over it was seen."""
         self.sender.close()
         if self._sharing is not None:
             self._sharing.close()
+
+
+def _is_of_run(session: int, run: int, header: Any) -> bool:
+    return getattr(header, "run", None) == run and _is_of(session, header)
 
 
 def _is_of(session: int, header: Any) -> bool:
