@@ -82,6 +82,8 @@ def churn(islands: int, sessions: int, faults: int) -> None:
     from pathway.testing.sim_churn import churned
 
     result = churned(islands, sessions, faults, seed=int.from_bytes(os.urandom(3), "big"))
+    for violation in result.violations:
+        note(f"violation: {violation}")
     note(f"seed {result.seed}, {result.runs:,} runs, {result.islands_lost:,} islands lost, {result.real_s:.0f} s")
     where = f"{sessions:,} sessions, {islands:,} islands, {faults:,} faults"
     report(BENCH, f"violations, {where}", len(result.violations), "violations", goal=Goal("value", "<=", 0))

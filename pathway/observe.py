@@ -14,6 +14,7 @@ from pathway.transport.handshake import refusal_to_exception
 from pathway.transport.messages import (
     AdminReply,
     Directory,
+    DirectoryChange,
     DrainIsland,
     Goodbye,
     KillSession,
@@ -102,6 +103,7 @@ async def wait_for_islands(
     why there is no use in waiting; that is raised as `ConnectError`."""
     link, _ = await Dealer.open(address, hello("client", name="start"), identity=identity, timeout_s=timeout_s)
     number = 0
+    formed: set[str] = set()
     try:
         with trio.move_on_after(timeout_s):
             while True:
@@ -109,8 +111,13 @@ async def wait_for_islands(
                 with trio.move_on_after(_LOOK_S):
                     batch = await link.receive_batch()
                 for message in _messages(link, batch):
-                    if isinstance(message, Directory) and set(names) <= {entry.island for entry in message.islands}:
-                        return True
+                    match message:
+                        case Directory(islands):
+                            formed = {entry.island for entry in islands}
+                        case DirectoryChange(islands, gone):
+                            formed = (formed | {entry.island for entry in islands}) - set(gone)
+                if formed.issuperset(names):
+                    return True
                 if not batch:
                     reason = given_up()
                     if reason:

@@ -161,9 +161,14 @@ def test_a_client_with_too_many_runs_waits():
 def test_links_to_executors_that_are_gone_are_dropped():
     core = a_core()
     entry = m.IslandEntry("east", 1, "cpu", 2, ("tcp://a", "tcp://b"))
+    other = m.IslandEntry("west", 3, "cpu", 2, ("tcp://c",))
     assert core.handle(m.Directory((entry,)), 1.0) == [DropPeers(frozenset({"tcp://a", "tcp://b"}))]
     assert core.directory_known.done
     assert core.islands == {"east": entry}
+    assert core.handle(m.DirectoryChange((other,)), 1.0) == []
+    assert core.islands == {"east": entry, "west": other}
+    assert core.handle(m.DirectoryChange(gone=("east",)), 1.0) == [DropPeers(frozenset({"tcp://c"}))]
+    assert core.islands == {"west": other}
 
 
 def test_a_message_that_no_client_expects_ends_the_session():

@@ -28,7 +28,8 @@ def test_island_forms_when_its_last_host_arrives_whatever_the_order(order: tuple
     entry = m.IslandEntry("east", 1, "cpu", 4, tuple(f"tcp://east-{host}-1" for host in range(3)), "sim")
     for host in range(3):
         assert sent(out, executor_of("east", host)) == [m.Directory((entry,))]
-    assert sent(out, "client") == [m.Directory((entry,))]
+    assert sent(out, "client") == [m.DirectoryChange((entry,))]
+    assert m.Directory((entry,)) in sent(world.say("newcomer", hello("client")), "newcomer")
 
 
 @pytest.mark.parametrize(
@@ -83,14 +84,14 @@ def test_an_executor_exit_ends_the_island_and_forms_it_again() -> None:
     [lost] = sent(out, "client", m.IslandLost)
     assert (lost.island, lost.incarnation, lost.error.kind) == ("east", 1, "IslandLostError")
     assert "host 1 (east-1): signal SIGKILL" in lost.error.message
-    assert sent(out, "client", m.Directory) == [m.Directory(())]
+    assert sent(out, "client", m.DirectoryChange) == [m.DirectoryChange(gone=("east",))]
     assert "waits for host 0 to end its executor" in world.core.waits(world.now)[0].reason
     out = world.say("worker-east-0", m.ExecutorExited("east", 1, 0, "stopped"))
     assert [one.message.incarnation for one in out if isinstance(one.message, m.FormIsland)] == [2, 2]  # type: ignore[union-attr]
     # A late report of the earlier incarnation changes nothing.
     assert world.say("worker-east-0", m.ExecutorExited("east", 1, 0, "stopped")) == []
     world.ready("east", 0, incarnation=2)
-    assert sent(world.ready("east", 1, incarnation=2), "client", m.Directory)
+    assert sent(world.ready("east", 1, incarnation=2), "client", m.DirectoryChange)
 
 
 def test_an_island_that_crash_loops_rests_longer_and_longer_and_says_so() -> None:

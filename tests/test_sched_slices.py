@@ -101,7 +101,7 @@ def test_a_slice_waits_for_an_island_that_is_forming() -> None:
     out = world.ready("east", 1)
     assert bound(out)[0] == "east"
     kinds = [type(message) for message in sent(out, "client")]
-    assert kinds == [m.Directory, m.SliceBound]  # the addresses come first
+    assert kinds == [m.DirectoryChange, m.SliceBound]  # the addresses come first
 
 
 def test_a_young_cluster_waits_for_its_first_hosts_and_an_old_one_does_not() -> None:

@@ -171,7 +171,12 @@ class ClientCore:
             case m.Directory():
                 self.islands = {entry.island: entry for entry in event.islands}
                 self.directory_known.resolve()
-                return [DropPeers(frozenset(address for entry in event.islands for address in entry.hosts))]
+                return [self._alive()]
+            case m.DirectoryChange():
+                for name in event.gone:
+                    self.islands.pop(name, None)
+                self.islands.update((entry.island, entry) for entry in event.formed)
+                return [self._alive()] if event.gone else []
             case m.StatusReply():
                 reply = self.replies.pop(event.request, None)
                 if reply is not None:
@@ -200,6 +205,9 @@ class ClientCore:
         if room is not None and len(self.runs) < self.max_unfinished_runs:
             self._room = None
             room.resolve()
+
+    def _alive(self) -> DropPeers:
+        return DropPeers(frozenset(address for entry in self.islands.values() for address in entry.hosts))
 
     def _run_failed(self, number: int, error: ErrorInfo) -> None:
         run = self.runs.pop(number, None)

@@ -83,6 +83,7 @@ class Island:
     losses: int = 0  # in a row, without a long life between them
     rests_until: float = 0.0
     drained: bool = False  # by an administrator: no slice is bound to it
+    _entry: IslandEntry | None = None  # of the incarnation that is formed
 
     @property
     def devices(self) -> int:
@@ -90,8 +91,10 @@ class Island:
 
     @property
     def entry(self) -> IslandEntry:
+        if self._entry is not None and self._entry.incarnation == self.incarnation:
+            return self._entry
         executors = [self.executors[index][1] for index in range(self.size)]
-        return IslandEntry(
+        self._entry = IslandEntry(
             island=self.name,
             incarnation=self.incarnation,
             platform=self.platform,
@@ -99,6 +102,7 @@ class Island:
             hosts=tuple(ready.peer_address for ready in executors),
             device_kind=executors[0].device_kind,
         )
+        return self._entry
 
     def record(self, then: tuple[Send, ...] = ()) -> Record:
         """What is to be remembered of it."""

@@ -283,13 +283,13 @@ class SchedulerCore:
     def island_formed(self, island: Island, lane: Lane, now: float, out: list[Instruction]) -> None:
         self._set_lane(lane, lane)
         self.clients.plans.send_directory(lane, out)
-        self._tell_directory(out)
+        self._tell_directory(m.DirectoryChange(formed=(island.entry,)), out)
         self.clients.island_formed(island, lane, now, out)
 
     def island_lost(self, lane: Lane, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         self._set_lane(lane, None)
         self.clients.island_lost(lane, error, now, out)
-        self._tell_directory(out)
+        self._tell_directory(m.DirectoryChange(gone=(lane.island,)), out)
 
     def island_changed(self, island: Island, now: float, out: list[Instruction]) -> None:
         self.clients.bind_waiting(now, out, island.name)
@@ -300,10 +300,10 @@ class SchedulerCore:
             if peer is not None:
                 peer.lane = value
 
-    def _tell_directory(self, out: list[Instruction]) -> None:
+    def _tell_directory(self, change: m.DirectoryChange, out: list[Instruction]) -> None:
         self._everybody = None
         for peer in self.peers.of_role("client"):
-            out.append(Send(peer.key, self._directory()))
+            out.append(Send(peer.key, change))
 
     def _directory(self) -> m.Directory:
         if self._everybody is None:

@@ -68,13 +68,14 @@ class Peers:
         self._timers = timers
         self._greeter = greeter
         self._peers: dict[PeerKey, Peer] = {}
+        self._of_role: dict[str, dict[PeerKey, Peer]] = {role: {} for role in ROLES}
         self.get = self._peers.get
 
     def __iter__(self) -> Iterator[PeerKey]:
         return iter(self._peers)
 
     def of_role(self, role: str) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.role == role]
+        return list(self._of_role[role].values())
 
     def first_message(self, event: MessageReceived, now: float, out: list[Instruction]) -> None:
         hello = event.message
@@ -94,7 +95,7 @@ class Peers:
             self._greeter.welcome(Peer(event.peer, hello, event.public_key, now), now, out)
 
     def add(self, peer: Peer, now: float) -> None:
-        self._peers[peer.key] = peer
+        self._peers[peer.key] = self._of_role[peer.role][peer.key] = peer
         silence_s = self._settings.silence_s(peer.role)
 
         def look(now: float, out: list[Instruction]) -> None:
@@ -116,5 +117,5 @@ class Peers:
             self._gone(peer, reason, False, now, out)
 
     def _gone(self, peer: Peer, reason: str, silent: bool, now: float, out: list[Instruction]) -> None:
-        del self._peers[peer.key]
+        del self._peers[peer.key], self._of_role[peer.role][peer.key]
         self._greeter.peer_gone(peer, reason, silent, now, out)

@@ -133,6 +133,10 @@ class SimClient:
                     self.unacknowledged.popleft()
             case m.Directory(islands):
                 self.directory = {entry.island: entry for entry in islands}
+            case m.DirectoryChange(formed, gone):
+                for name in gone:
+                    self.directory.pop(name, None)
+                self.directory.update((entry.island, entry) for entry in formed)
             case m.SliceBound(number):
                 if number in self.slices:
                     self.slices[number] = message

@@ -275,9 +275,16 @@ class IslandEntry(Struct, frozen=True, array_like=True):
 
 
 class Directory(Message, frozen=True, tag=36):
-    """All formed islands: to every client and executor, on every change."""
+    """Formed islands. To a client: all of them, first of all. To an executor: its neighbours, on every change."""
 
     islands: tuple[IslandEntry, ...]
+
+
+class DirectoryChange(Message, frozen=True, tag=39):
+    """To clients: these islands are formed now, and those are not any more."""
+
+    formed: tuple[IslandEntry, ...] = ()
+    gone: tuple[str, ...] = ()
 
 
 class StatusReply(Message, frozen=True, tag=37):
