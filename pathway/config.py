@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -42,6 +43,11 @@ class Settings:
     executor_silence_s: float = 10.0
     credits_per_island: int = 16
     """Runs in flight on an island, past the scheduler (O-7)."""
+    device_memory: str = ""
+    """Of each device of a worker, for programs, for example 16GiB. Empty: what the devices say themselves, if they do;
+    without a limit if not."""
+    spill: bool = False
+    """Move buffers that nobody has used for long to the hosts' memory when a run needs their room."""
     policy: str = "fair"
     """Whose run goes next: fair, fifo or priority, or one of your own as "module:object" (docs/scheduling.md)."""
     state_dir: str = ""
@@ -88,11 +94,17 @@ class Settings:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)!r}")
+        size_bytes(self.device_memory, "device_memory")
         if self.host_silence_s <= 2 * self.heartbeat_s:
             raise ConfigError(
                 f"host_silence_s ({self.host_silence_s:g}) must be more than two heartbeats "
                 f"(heartbeat_s = {self.heartbeat_s:g}), or hosts are lost at random"
             )
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """0 where nothing is set."""
+        return size_bytes(self.device_memory, "device_memory")
 
     @property
     def state_path(self) -> Path | None:
@@ -110,6 +122,21 @@ class Settings:
                 raise ConfigError("scheduler_key and allowed_keys need a key of one's own: give keys or key")
             return None
         return KeyPaths(own, scheduler, allow_list)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+
+
+def size_bytes(text: str, name: str) -> int:
+    """ "512MiB" or "2 GB" in bytes; 0 for "". Raises `ConfigError`."""
+    if not text:
+        return 0
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{name}: {text!r} is no size, such as 512MiB or 16GB")
+    number, unit, binary = match.groups()
+    factor = (1024 if binary else 1000) ** (" kmgt".index(unit.lower()) if unit else 0)
+    return int(float(number) * factor)
 
 
 def _path(text: str) -> Path | None:

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import trio
 
+from pathway.config import size_bytes
 from pathway.errors import ConfigError, ConnectError, PathwayError
 from pathway.observe import fetch_status, wait_for_islands
 from pathway.processes import Child, cause_of_exit, end_children
@@ -42,6 +43,7 @@ class LocalIsland:
     hosts: int
     devices: int  # of each host
     platform: str
+    device_memory: str = ""  # of each device, as for `pathway worker`
 
 
 def start_local_cluster(
@@ -54,14 +56,17 @@ def start_local_cluster(
     bind: str = "tcp://127.0.0.1:0",
     keys: str = "",
     start_timeout_s: float = 60.0,
+    device_memory: str = "",
+    spill: bool = False,
     environment: Mapping[str, str] | None = None,
     log_level: str = "warning",
 ) -> LocalCluster:
     """Start a scheduler and workers, and wait until all islands are formed. `islands` is their number, or what each is:
-    `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4}}`. `keys` is a directory made by `pathway keygen`;
-    without it the cluster has no keys, whatever the settings say. `environment` is added to that of the children.
-    Raises `ConnectError` with what kept the cluster from coming up."""
-    wanted = local_islands(islands, hosts_per_island, devices_per_host, platform)
+    `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4, "device_memory": "1GiB"}}`. `keys` is a directory made
+    by `pathway keygen`; without it the cluster has no keys, whatever the settings say. `device_memory` limits that of
+    each device; with `spill`, cold buffers move to host memory when a run needs their room. `environment` is added
+    to that of the children. Raises `ConnectError` with what kept the cluster from coming up."""
+    wanted = local_islands(islands, hosts_per_island, devices_per_host, platform, device_memory)
     paths = KeyPaths.in_directory(Path(keys), "client") if keys else None
     key_settings = {"PATHWAY_KEYS": keys, "PATHWAY_KEY": "", "PATHWAY_SCHEDULER_KEY": "", "PATHWAY_ALLOWED_KEYS": ""}
     cluster = LocalCluster(
@@ -72,7 +77,7 @@ def start_local_cluster(
     )
     deadline = time.monotonic() + start_timeout_s
     try:
-        cluster._start_scheduler(bind)
+        cluster._start_scheduler(bind, spill)
         cluster._start_workers()
         cluster._until_formed(deadline)
     except BaseException:
@@ -82,14 +87,14 @@ def start_local_cluster(
 
 
 def local_islands(
-    islands: int | Mapping[str, Mapping[str, Any]], hosts: int, devices: int, platform: str
+    islands: int | Mapping[str, Mapping[str, Any]], hosts: int, devices: int, platform: str, device_memory: str = ""
 ) -> tuple[LocalIsland, ...]:
     """What `islands` asks for, checked."""
     if isinstance(islands, int):
         islands = {f"island{number}": {} for number in range(islands)}
     if not islands:
         raise ConfigError("a cluster needs an island")
-    defaults = {"hosts": hosts, "devices": devices, "platform": platform}
+    defaults = {"hosts": hosts, "devices": devices, "platform": platform, "device_memory": device_memory}
     found = []
     for name, asked in islands.items():
         unknown = asked.keys() - defaults
@@ -99,6 +104,7 @@ def local_islands(
         for what, number in (("hosts", island.hosts), ("devices", island.devices)):
             if type(number) is not int or not 1 <= number <= _MAX_HOSTS:
                 raise ConfigError(f"island {name!r} cannot have {number!r} {what}")
+        size_bytes(island.device_memory, f"island {name!r}: device_memory")
         found.append(island)
     return tuple(found)
 
@@ -130,12 +136,13 @@ class LocalCluster:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def _start_scheduler(self, bind: str) -> None:
+    def _start_scheduler(self, bind: str, spill: bool) -> None:
         """Listen here and hand the socket over: so the address is known at once, and workers need not wait to start."""
         with _listener(bind) as listener:
             host, port = listener.getsockname()[:2]
             self.address = f"tcp://{host}:{port}"
             arguments = ["scheduler", "--bind", self.address, "--listen-fd", str(listener.fileno()), "--drain-s", "0"]
+            arguments += ["--spill"] if spill else []
             self.scheduler = self._start(arguments, pass_fds=(listener.fileno(),))
 
     def _start_workers(self) -> None:
@@ -148,6 +155,8 @@ class LocalCluster:
         spec = next(spec for spec in self.islands if spec.name == island)
         arguments = ["worker", "--scheduler", self.address, "--island", island, "--hosts", str(spec.hosts)]
         arguments += ["--host-index", str(host), "--devices", str(spec.devices), "--platform", spec.platform]
+        if spec.device_memory:
+            arguments += ["--device-memory", spec.device_memory]
         for module in self._preload:
             arguments += ["--preload", module]
         child = self.workers[island, host] = self._start(arguments)

@@ -64,17 +64,20 @@ class World:
         self.say(worker, hello("worker"))
         return self.say(worker, self.joined(island, host, hosts, devices, **fields))
 
-    def ready(self, island: str, host: int = 0, devices: int = 4, incarnation: int = 1) -> list[Instruction]:
+    def ready(
+        self, island: str, host: int = 0, devices: int = 4, incarnation: int = 1, memory_bytes: int = 0
+    ) -> list[Instruction]:
         executor = executor_of(island, host, incarnation)
         self.say(executor, hello("executor"))
         address = f"tcp://{island}-{host}-{incarnation}"
-        return self.say(executor, m.ExecutorReady(island, incarnation, host, address, "sim", devices, 8))
+        ready = m.ExecutorReady(island, incarnation, host, address, "sim", devices, 8, memory_bytes)
+        return self.say(executor, ready)
 
-    def form(self, island: str, hosts: int = 1, devices: int = 4) -> None:
+    def form(self, island: str, hosts: int = 1, devices: int = 4, memory_bytes: int = 0) -> None:
         for host in range(hosts):
             self.join(island, host, hosts, devices)
         for host in range(hosts):
-            self.ready(island, host, devices)
+            self.ready(island, host, devices, memory_bytes=memory_bytes)
 
     def connect(self, client: str = "client", **fields: Any) -> int:
         out = self.say(client, hello("client", name=client, **fields))

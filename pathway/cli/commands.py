@@ -72,6 +72,7 @@ def _worker(options: argparse.Namespace, settings: Settings) -> int:
         devices=options.devices,
         platform=options.platform,
         preload=tuple(options.preload),
+        device_memory_bytes=settings.device_memory_bytes,
         host_address=options.host_address,
     )
     end = trio.run(supervise, worker, settings)
@@ -96,6 +97,8 @@ def _up(options: argparse.Namespace, settings: Settings) -> int:
         options.preload,
         bind=settings.bind,
         keys=settings.keys,
+        device_memory=settings.device_memory,
+        spill=settings.spill,
         environment={"PATHWAY_INSECURE": "1"} if settings.insecure else None,
         log_level=options.log_level or "info",
     ) as cluster:

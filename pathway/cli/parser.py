@@ -59,6 +59,7 @@ def _scheduler(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--credits-per-island", type=int, metavar="K", help="runs in flight on an island past the scheduler (16)"
     )
+    _spill(parser)
     _insecure(parser)
     parser.add_argument("--allowed-keys", metavar="FILE", help="the list of keys that may connect")
     _common(parser)
@@ -82,6 +83,7 @@ def _worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--preload", action="append", default=[], metavar="MODULE", help="import it in the executor; can be given again"
     )
+    _device_memory(parser)
     parser.add_argument("--host-address", default="", metavar="IP", help="where the other hosts reach this one")
     _insecure(parser)
     _common(parser)
@@ -105,6 +107,8 @@ def _up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--proxy", nargs="?", const="127.0.0.1:29000", metavar="HOST:PORT",
         help="also serve unchanged JAX programs there (127.0.0.1:29000; docs/proxy.md)",
     )  # fmt: skip
+    _device_memory(parser)
+    _spill(parser)
     _insecure(parser)
     _common(parser, own_key=False)
 
@@ -228,6 +232,19 @@ def _common(parser: argparse.ArgumentParser, own_key: bool = True) -> None:
         "--log-format", choices=["auto", "terminal", "json"], help="auto: readable on a terminal, else JSON"
     )
     logs.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+
+
+def _device_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="of each device, for programs: 16GiB (what the devices say themselves)"
+    )
+
+
+def _spill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--spill", action="store_true", default=None,
+        help="move buffers that nobody has used for long to host memory when a run needs their room",
+    )  # fmt: skip
 
 
 def _child(parser: argparse.ArgumentParser) -> None:

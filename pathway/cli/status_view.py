@@ -60,7 +60,20 @@ def render(status: dict[str, Any]) -> RenderableType:
 def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
     yield _table(
         "islands",
-        ("island", "state", "#", "platform", ">devices", ">held", ">runs", ">queued", ">buffers", ">bytes"),
+        (
+            "island",
+            "state",
+            "#",
+            "platform",
+            ">devices",
+            ">held",
+            ">runs",
+            ">queued",
+            ">buffers",
+            ">bytes",
+            ">of a device",
+            ">spilled",
+        ),
         [
             (
                 island["island"],
@@ -73,6 +86,8 @@ def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
                 island["queued"],
                 island["buffers"],
                 _bytes(island["bytes"]),
+                _share(island["memory_used_bytes"], island["memory_limit_bytes"]),
+                _bytes(island["spilled_bytes"]) if island["spilled_bytes"] else "-",
             )
             for island in status["islands"]
         ],
@@ -154,6 +169,11 @@ def _bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def _share(used: int, limit: int) -> str:
+    """Of the fullest device of an island with a limit."""
+    return f"{_bytes(used)} / {_bytes(limit)}" if limit else "-"
 
 
 def _duration(seconds: float) -> str:

@@ -103,6 +103,19 @@ class Client:
             raise DisconnectedError(f"the scheduler at {self.address} did not answer within {STATUS_TIMEOUT_S} s")
         return json.loads(reply.result())  # type: ignore[no-any-return]
 
+    def _temp_bytes(self, plan: int) -> dict[str, int]:
+        """What each computation of a plan needs on a device beside arrays. Waits until all of them are compiled."""
+        self._check_open()
+        reply = Pending()
+        request = self.core.new_request()
+        with self.core.lock:
+            self.core.replies[request] = reply
+            self.connection.send([m.AskMemory(request, plan)])
+        if self.core.lost is not None:
+            reply.fail(self.core.lost)
+        reply.wait(None)
+        return reply.result()  # type: ignore[no-any-return]
+
     def slice(
         self,
         n: int,
@@ -183,9 +196,14 @@ class Client:
         """A new buffer of this kind with this physical value."""
         bound = kind.binding.bound
         inline = value.tobytes() if value.nbytes <= m.INLINE_BYTES else None
+        source = ""
+        if inline is None:
+            from pathway.dataflow.jaxprs import calling_line
+
+            source = calling_line()
         with self.core.lock:
             buffer = self.core.new_buffer()
-            message = m.PutBuffer(buffer, bound.island, bound.incarnation, kind.physical, inline)
+            message = m.PutBuffer(buffer, bound.island, bound.incarnation, kind.physical, inline, source)
             self.connection.send([*self.core.take_releases(), message])
         array = Array(kind, buffer)
         if inline is None:

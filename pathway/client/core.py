@@ -181,6 +181,12 @@ class ClientCore:
                 reply = self.replies.pop(event.request, None)
                 if reply is not None:
                     reply.resolve(event.status)
+            case m.MemoryAnswer():
+                reply = self.replies.pop(event.request, None)
+                if reply is not None and event.error is not None:
+                    reply.fail(event.error)
+                elif reply is not None:
+                    reply.resolve(dict(event.temp_bytes))
             case m.Refused():
                 return self.end(ErrorInfo(event.kind, event.reason))
             case m.Goodbye():

@@ -78,6 +78,7 @@ class BoundPlan:
         self._assemble = assemble
         self._donated = tuple(donated)
         self._result_count = result_count
+        self.plan_numbers: tuple[int, ...] = (number,)  # of all plans that it runs
 
     def is_current(self) -> bool:
         """Whether all its slices are still where they were when it was bound. Cheap while nothing has changed."""

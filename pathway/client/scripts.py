@@ -492,7 +492,7 @@ def bind_script(lowered: LoweredScript) -> BoundScript:
     with client.core.lock:
         number = client.core.new_plan()
         client.connection.send([m.RegisterScript(number, lowered.name, payload)])
-    return BoundScript(
+    bound = BoundScript(
         client=client,
         number=number,
         name=lowered.name,
@@ -505,3 +505,5 @@ def bind_script(lowered: LoweredScript) -> BoundScript:
         results=lowered.results,
         assemble=assembler(lowered.traced),
     )
+    bound.plan_numbers = tuple(numbers)
+    return bound

@@ -163,7 +163,8 @@ class LoweredControl:
 
 @dataclass(frozen=True)
 class IslandMemory:
-    """What a run needs on the fullest device of an island: arrays of the program alive at the same time, in bytes."""
+    """What a run needs on the fullest device of an island, in bytes: arrays of the program alive at the same time, and
+    what its computations need beside them."""
 
     peak_bytes: int
     peak_bytes_by_device: Mapping[int, int]
@@ -206,13 +207,15 @@ class Compiled:
             )
 
     def memory_analysis(self) -> dict[str, IslandMemory]:
-        """By island, from the plan's liveness; of several plans, that of the largest. XLA's own temporaries are added
-        by the executors, who know them."""
+        """By island, what a run must find room for: the plan's liveness and XLA's own temporaries; of several plans,
+        that of the largest. Waits until the islands have compiled them; raises what went wrong there."""
         from pathway.dataflow.memory import peak_bytes
 
+        bound = self._bound = self._bound or self._bind(self._leaves)
         peaks: dict[str, IslandMemory] = {}
-        for lowered in self._lowered.plans:
-            for island, by_device in peak_bytes(lowered.plan).items():
+        for lowered, number in zip(self._lowered.plans, bound.plan_numbers, strict=True):
+            temp_bytes = lowered.client._temp_bytes(number)
+            for island, by_device in peak_bytes(lowered.plan, temp_bytes).items():
                 found = IslandMemory(max(by_device.values(), default=0), by_device)
                 if island not in peaks or found.peak_bytes > peaks[island].peak_bytes:
                     peaks[island] = found

@@ -24,7 +24,7 @@ from pathway.executor.bind import BoundArrival
 from pathway.executor.runs import Run
 from pathway.executor.store import ABSENT, Cell, Poison, Store
 from pathway.transport.bulk import HostBytes, aligned_empty
-from pathway.transport.messages import OWN_RUNS
+from pathway.transport.messages import OWN_RUNS, PutOnIsland
 
 PieceName = tuple[int, Region]
 """The first receiving device, and the region."""
@@ -196,10 +196,15 @@ class PutArrivals:
         self._nbytes_of = nbytes_of
         self._puts: dict[int, dict[int, _Put]] = {}  # by session, by buffer
 
-    def announce(self, session: int, buffer: int, layout: Layout, data: bytes | None) -> None:
-        """The put is in the island's order: store `data`, or expect the client's regions."""
-        layout = layout.physical
-        cell = self._store.expect(session, buffer, layout, self._nbytes_of(layout))
+    def announce(self, message: PutOnIsland) -> None:
+        """The put is in the island's order: store its data or its error, or expect the client's regions."""
+        session, buffer, layout, data = message.session, message.buffer, message.layout.physical, message.data
+        cell = self._store.expect(session, buffer, layout, 0 if message.error else self._nbytes_of(layout))
+        if message.error is not None:
+            self._drop(session, buffer)
+            cell.spoil(Poison(message.error))
+            cell.settle()
+            return
         if data is not None:
             self._fill(cell, layout, lambda: self._backend.array_of_bytes(layout, data))
             return

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,9 +54,10 @@ with the array, so a later donation copies it (X-3), which at this size costs no
 
 class Compiled:
     """A computation on devices. `launch(arguments, tokens)` starts it, appends its token, and returns its outputs.
-    `answer` answers questions about it where it came as an XLA program (see `programs`)."""
+    `answer` answers questions about it where it came as an XLA program (see `programs`). `temp_bytes`: what it needs on
+    each device beside its arguments and outputs."""
 
-    __slots__ = ("answer", "devices", "launch", "metadata")
+    __slots__ = ("answer", "devices", "launch", "metadata", "temp_bytes")
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ class Compiled:
         devices: tuple[int, ...],
         launch: Launch,
         answer: Callable[[str], bytes] | None = None,
+        temp_bytes: int = 0,
     ) -> None:
+        self.temp_bytes = temp_bytes
         self.metadata = metadata
         self.devices = devices
         self.launch = launch
@@ -111,6 +115,7 @@ class Backend:
         self.local = range(host_index * devices, (host_index + 1) * devices)
         self.device_kind: str = self.devices[self.local[0]].device_kind
         self.has_host_memory = platform == "cpu"  # so that a view costs nothing
+        self.memory_bytes = _memory_bytes([self.devices[index] for index in self.local])
         self._cache = cache
         self._runtime = (
             jax.__version__,
@@ -135,7 +140,8 @@ class Backend:
         options.executable_build_options.use_shardy_partitioner = True
         executable = self._executable(key, artifact, devices, options, 1)
         outputs = zip(metadata.out_avals, metadata.out_shardings, ("",) * len(metadata.out_avals), strict=True)
-        return Compiled(metadata, devices, self._launch(executable, devices, outputs))
+        launch = self._launch(executable, devices, outputs)
+        return Compiled(metadata, devices, launch, temp_bytes=_temp_bytes(executable))
 
     def compile_program(self, key: str, program: XlaProgram, artifact: bytes, devices: tuple[int, ...]) -> Compiled:
         """The same, of a program that comes with XLA's own options."""
@@ -159,7 +165,8 @@ class Backend:
         kinds = made.output_memory_kinds or ("",) * len(made.out_avals)
         outputs = zip(made.out_avals, made.out_shardings, kinds, strict=True)
         launch = self._launch(executable, devices, outputs)
-        return Compiled(program, devices, launch, lambda what: answer(what, made, executable))
+        answered = partial(answer, made=made, executable=executable)
+        return Compiled(program, devices, launch, answered, _temp_bytes(executable))
 
     def _launch(
         self, executable: Any, devices: tuple[int, ...], outputs: Iterable[tuple[Aval, Sharding, str]]
@@ -284,6 +291,25 @@ class Backend:
         local = [index for index in layout.devices if index in self.local]
         shard = array.addressable_data(local.index(device))  # X-3: through an object of its own
         return np.asarray(shard, order="C")
+
+
+def _memory_bytes(devices: Sequence[jax.Device]) -> int:
+    """What the fullest of these devices has for programs, as it says itself; 0 where it says nothing."""
+    free = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit", 0)
+        if limit:
+            free.append(max(0, int(limit) - int(stats.get("bytes_in_use", 0))))
+    return min(free, default=0)
+
+
+def _temp_bytes(executable: Any) -> int:
+    """What a computation needs on each device beside arguments and outputs, as XLA says; 0 where it does not."""
+    try:
+        return int(executable.get_compiled_memory_stats().temp_size_in_bytes)
+    except Exception:  # not every backend can tell
+        return 0
 
 
 def _read_module(artifact: bytes) -> tuple[str, Signature]:

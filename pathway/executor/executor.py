@@ -67,6 +67,7 @@ class Settings:
     peer_host: str
     identity: Identity | None = None
     shared_memory: bool = True
+    device_memory_bytes: int = 0  # of each device; 0: what the devices say themselves
 
 
 class Executor:
@@ -117,7 +118,7 @@ class Executor:
             g.SendToFollowers: lambda i: self._peers.to_followers(i.message),
             g.SendToLeader: self._to_leader,
             g.Poison: lambda i: self._launcher.poison(self._runs[i.session, i.run], i.gang, i.error),
-            g.Put: lambda i: self._puts.announce(i.message.session, i.message.buffer, i.message.layout, i.message.data),
+            g.Put: lambda i: self._puts.announce(i.message),
             g.Assemble: lambda i: self._assemblies.assemble(i.message),
             g.Free: self._free,
             g.ForgetPlan: self._forget_plan,
@@ -154,6 +155,7 @@ class Executor:
                 self._backend.device_kind,
                 self._host.devices_per_host,
                 os.getpid(),
+                self._settings.device_memory_bytes or self._backend.memory_bytes,
             )
         )
         self._scheduler.flush()
@@ -327,8 +329,13 @@ class Executor:
                 item, cause = next(iter(failures.items()))
                 error = failure(bound, self._host, wanted[item], cause)
             else:
-                launches = {item: self._compiler.compiled[item].launch for item in wanted}
-                bind_launches(bound, self._host, launches)
+                found = {item: self._compiler.compiled[item] for item in wanted}
+                bind_launches(bound, self._host, {item: each.launch for item, each in found.items()})
+                temp_bytes = {
+                    item[0]: each.temp_bytes for item, each in found.items() if item[1][0] in self._host.local
+                }
+                if temp_bytes:
+                    self._to_scheduler(m.ComputationsCompiled(*key, tuple(temp_bytes.items())))
             self.handle(self._own(m.PartBound(*key, error)))
 
         self.handle(g.PartRegistered(*key, info))

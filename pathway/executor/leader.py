@@ -425,7 +425,9 @@ class LeaderCore:
         if self.hosts > 1:
             out.append(SendToFollowers(event))
         out.append(Put(event))
-        if event.data is not None:
+        if event.error is not None:
+            session.buffers[event.buffer] = Buffer("a buffer that was refused", defined=True, error=event.error)
+        elif event.data is not None:
             session.buffers[event.buffer] = READY
         else:
             buffer = session.buffers[event.buffer] = Buffer("the client's data")

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--coordinator", default="", help="of the island's jax.distributed, if it has several hosts")
     arguments.add_argument("--parent-fd", type=int, default=-1)
     arguments.add_argument("--peer-host", default="", help="the interface to listen on")
+    arguments.add_argument("--device-memory-bytes", type=int, default=0, help="of each device, for programs")
     arguments.add_argument("--preload", action="append", default=[], metavar="MODULE")
     arguments.add_argument("--cache-dir", default="", help="of compiled computations; - for none")
     arguments.add_argument("--key", metavar="FILE", help="our own key pair")
@@ -85,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = Host(options.island, options.incarnation, options.hosts, options.host_index, options.devices)
     backend = Backend(options.platform, options.devices, options.hosts, options.host_index, options.coordinator, cache)
     share = load_settings().shared_memory
-    settings = Settings(options.scheduler, host, options.platform, peer_host, identity, share)
+    settings = Settings(
+        options.scheduler, host, options.platform, peer_host, identity, share, options.device_memory_bytes
+    )
     if cache is not None:
         threading.Thread(target=cache.prune, name="pathway-prune", daemon=True).start()
     gc.collect()

@@ -69,6 +69,8 @@ class WorkerOptions:
     devices: int = 1
     platform: str = "cpu"
     preload: tuple[str, ...] = ()
+    device_memory_bytes: int = 0
+    """Of each device, for programs; 0: what the devices say themselves."""
     host_address: str = ""
     """Where other hosts reach this one. Empty: the address that it reaches the scheduler from."""
 
@@ -308,6 +310,7 @@ def executor_command(options: WorkerOptions, form: FormIsland, host: str, keys: 
         ("--devices", options.devices),
         ("--platform", options.platform),
         ("--coordinator", form.coordinator_address),
+        ("--device-memory-bytes", options.device_memory_bytes),
         ("--peer-host", host),
     ):
         command += [flag, str(value)]

@@ -16,6 +16,8 @@ from pathway.errors import ErrorInfo, ProtocolError
 from pathway.sched.cluster import Cluster, Island
 from pathway.sched.events import Close, Instruction, Send
 from pathway.sched.lanes import Lane, LaneScheduler, Run
+from pathway.sched.memory import Memory
+from pathway.sched.memory_requests import MemoryRequests
 from pathway.sched.ownership import check_buffer, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
@@ -57,6 +59,8 @@ class Clients:
         token_of: TokenOf | None,
         limits: Limits,
         policy: Policy,
+        memory: Memory,
+        memory_patience_s: float,
     ) -> None:
         self.sessions: dict[int, Session] = {}
         self.waiting_slices: dict[tuple[int, int], Slice] = {}
@@ -64,7 +68,8 @@ class Clients:
         self.cluster = cluster
         self.binder = SliceBinder(cluster)
         self.plans = PlanRegistry(cluster)
-        self.lanes = LaneScheduler(credits, self._run_failed, policy)
+        self.lanes = LaneScheduler(credits, self._run_failed, policy, memory)
+        self.memory = MemoryRequests(self.sessions, self.lanes, timers, memory_patience_s, self._plan_failed)
         self.ending = ""
         self._failed_own: list[tuple[Session, int, ErrorInfo]] = []
         self._timers = timers
@@ -83,6 +88,7 @@ class Clients:
             m.AssembleBuffer: self._assemble_buffer,
             m.RegisterComputation: self._register_computation,
             m.RegisterPlan: self._register_plan,
+            m.AskMemory: self._ask_memory,
             m.ReleasePlan: self._release_plan,
             m.CancelRun: self._cancel_run,
             m.RequestSlice: self._request_slice,
@@ -152,6 +158,7 @@ class Clients:
         for lane in lanes:
             lane.tell_all(m.CloseSession(session.id), out)
             lane.forget_session(session.id)
+        self.memory.session_closed(session.id)
         self.lanes.session_closed(session.id, session.lanes, out)
         session.scripts = None
         self.plans.drop_session(session)
@@ -279,6 +286,10 @@ class Clients:
             session.tell(m.PlanFailed(message.plan, plan.error), now, self.lease_s, out)
         for lane in plan.lanes:
             self.lanes.plan_registered(lane, (session.id, message.plan), plan.reach[lane.island])
+        self.memory.plan_registered(session, message.plan, plan, now, out)
+
+    def _ask_memory(self, peer: Peer, message: m.AskMemory, now: float, out: list[Instruction]) -> None:
+        self.memory.ask(peer.key, owner(peer), message, now, out)
 
     def _register_script(self, peer: Peer, message: m.RegisterScript, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
@@ -305,6 +316,7 @@ class Clients:
         if plan is None:
             return
         key = (session.id, number)
+        self.memory.forget_plan(key, ErrorInfo("ProgramError", f"plan {number} was released"), out)
         for part in plan.message.parts:
             island = self.cluster.islands.get(part.island)
             if island is not None and island.lane is not None and key in island.lane.registered:
@@ -362,6 +374,8 @@ class Clients:
         if plan is None:
             return ErrorInfo("ProgramError", f"plan {plan_number} is not registered")
         if plan.error is not None:
+            if plan.error.kind == "DeviceMemoryError":
+                self.memory.spoil_new(session, plan, first_result, plan.error, out)
             return plan.error
         if self.ending and number < m.OWN_RUNS:
             return self._no_new_runs()
@@ -374,7 +388,16 @@ class Clients:
             self._tell_finished(session, (number,), now, out)
             return ()
         run = Run(
-            session.id, number, plan_number, first_result, arguments, plan.lanes, now, plan.costs_us, plan.devices
+            session.id,
+            number,
+            plan_number,
+            first_result,
+            arguments,
+            plan.lanes,
+            now,
+            plan.costs_us,
+            plan.devices,
+            plan.needs,
         )
         session.runs[number] = run
         self.lanes.submit(run, out)
@@ -400,7 +423,10 @@ class Clients:
             check_buffer(f"buffer {message.buffer}", message.island, message.layout, session.reach())
             session.lanes[lane] = None
             put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
-            self.lanes.send_behind(lane, session.id, put, out)
+            if lane.ledger is not None:
+                self.memory.put(session, lane, put, message.source, now, out)
+            else:
+                self.lanes.send_behind(lane, session.id, put, out)
 
     def _assemble_buffer(self, peer: Peer, message: m.AssembleBuffer, now: float, out: list[Instruction]) -> None:
         session = owner(peer)
@@ -411,6 +437,7 @@ class Clients:
                 raise ProtocolError(f"{len(message.sources)} shards for {len(message.layout.devices)} devices")
             session.lanes[lane] = None
             assemble = m.AssembleOnIsland(session.id, message.buffer, message.layout, message.sources)
+            self.memory.assemble(lane, session.id, assemble)
             self.lanes.send_behind(lane, session.id, assemble, out)
 
     def _release_buffers(self, peer: Peer, message: m.ReleaseBuffers, now: float, out: list[Instruction]) -> None:
@@ -462,12 +489,20 @@ class Clients:
     def part_refused(self, lane: Lane, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
         session = self.sessions.get(message.session)
         plan = session.plans.get(message.plan) if session else None
-        if session is None or plan is None or plan.error is not None or lane not in plan.lanes:
-            return
-        plan.error = message.error
-        session.tell(m.PlanFailed(message.plan, message.error), now, self.lease_s, out)
-        queued = [run for run in session.runs.values() if run.plan == message.plan]
-        self.lanes.fail_queued(queued, message.error, now, out)
+        if session is not None and plan is not None and plan.error is None and lane in plan.lanes:
+            self._plan_failed(session, message.plan, message.error, now, out)
+
+    def _plan_failed(self, session: Session, number: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
+        """The plan can never run."""
+        plan = session.plans[number]
+        plan.error = error
+        self.memory.forget_plan((session.id, number), error, out)
+        session.tell(m.PlanFailed(number, error), now, self.lease_s, out)
+        queued = [run for run in session.runs.values() if run.plan == number and not run.open]
+        if plan.needs is not None:
+            for run in queued:
+                self.memory.spoil_queued(run, error)
+        self.lanes.fail_queued(queued, error, now, out)
 
     def _run_failed(self, run: Run, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         session = self.sessions.get(run.session)
@@ -483,9 +518,11 @@ class Clients:
     def island_formed(self, island: Island, lane: Lane, now: float, out: list[Instruction]) -> None:
         """Bind the slices that it held before to its new incarnation, and send what it has to compile (V-2)."""
         held_here = {held for slices in self.binder.holders.get(island.name, {}).values() for held in slices}
+        self.memory.island_formed(lane, island.memory_bytes, island.devices)
         for held in sorted(held_here, key=lambda held: (held.since, held.session, held.request.slice)):
             session = self.sessions[held.session]
             if self.binder.still_fits(held, island):
+                self.binder.promise(held)
                 self.tell_bound(session, held, now, out)
             else:
                 self.binder.release(held)
@@ -504,6 +541,7 @@ class Clients:
             if other.lane is not None and other.lane.neighbours.get(lane.island) == lane.incarnation:
                 del other.lane.neighbours[lane.island]
                 other.lane.tell_all(notice, out)
+        self.memory.lane_lost(lane, error, out)
         self.lanes.lane_lost(lane, error, now, out)
 
     def refuse_waiting(self, now: float, out: list[Instruction]) -> None:

@@ -90,6 +90,11 @@ class Island:
         return self.size * self.devices_per_host
 
     @property
+    def memory_bytes(self) -> int:
+        """What each of its devices has for programs; 0 where that is not known, or it is not formed."""
+        return min((ready.memory_bytes for _, ready in self.executors.values()), default=0)
+
+    @property
     def entry(self) -> IslandEntry:
         if self._entry is not None and self._entry.incarnation == self.incarnation:
             return self._entry

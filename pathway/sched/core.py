@@ -33,6 +33,7 @@ from pathway.sched.events import (
     Wait,
 )
 from pathway.sched.lanes import Lane
+from pathway.sched.memory import Memory
 from pathway.sched.peers import Peer, Peers, PeerSettings
 from pathway.sched.policies import Fifo, Policy
 from pathway.sched.timers import Timers
@@ -45,12 +46,15 @@ from pathway.version import PROTOCOL_VERSION, __version__
 class SchedulerSettings:
     """`credits`: K of O-7. `policy`: whose run goes next. `grace_s`: how long after its start a scheduler lets slices
     wait for islands that nobody has announced yet. `exit_grace_s`: how long after an executor's connection its worker
-    may take to say why it ended."""
+    may take to say why it ended. `spill`: see `memory`. `memory_patience_s`: how long a run may wait for memory that
+    only its own session could release."""
 
     credits: int = 16
     policy: Policy = field(default_factory=Fifo)
     grace_s: float = 10.0
     exit_grace_s: float = 0.5
+    spill: bool = False
+    memory_patience_s: float = 1.5
     peers: PeerSettings = field(default_factory=PeerSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     limits: Limits = field(default_factory=Limits)
@@ -84,6 +88,8 @@ class SchedulerCore:
             token_of,
             settings.limits,
             settings.policy,
+            Memory(settings.spill),
+            settings.memory_patience_s,
         )
         self.peers = Peers(settings.peers, self.timers, self)
         self.admin = Admin(self.cluster, self.clients, self.peers)
@@ -104,6 +110,7 @@ class SchedulerCore:
                 m.PartFailed: self._part_failed,
                 m.PartRefused: self._part_refused,
                 m.Decided: self._decided,
+                m.ComputationsCompiled: self._computations_compiled,
                 m.ExecutorReport: self._executor_report,
                 m.ExecutorReady: self._executor_ready,
             },
@@ -146,6 +153,8 @@ class SchedulerCore:
             self.access = event.access
             out += [Send(peer.key, event.access) for peer in self.peers.of_role("executor")]
         self.clients.settle(now, out)
+        if self.clients.lanes.memory.waiting:
+            self.clients.memory.look(now)
         if self.clients.ending and not self.clients.lanes.active:
             self._stop(self.clients.ending, out)
         return out
@@ -277,6 +286,12 @@ class SchedulerCore:
     def _part_refused(self, peer: Peer, message: m.PartRefused, now: float, out: list[Instruction]) -> None:
         if peer.lane is not None:
             self.clients.part_refused(peer.lane, message, now, out)
+
+    def _computations_compiled(
+        self, peer: Peer, message: m.ComputationsCompiled, now: float, out: list[Instruction]
+    ) -> None:
+        if peer.lane is not None:
+            self.clients.memory.compiled(peer.lane, message, now, out)
 
     # -- islands (called by `Cluster`) -------------------------------------------------------------------------------
 

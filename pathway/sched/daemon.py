@@ -124,6 +124,8 @@ class Daemon:
                 limits=Limits(
                     settings.max_sessions, settings.max_plans_per_session, settings.max_program_mib_per_session << 20
                 ),
+                spill=settings.spill,
+                memory_patience_s=3 * settings.heartbeat_s,
             ),
             random.SystemRandom(),
             time.monotonic(),

@@ -23,13 +23,17 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import structs
 
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction, Send
+from pathway.sched.memory import Memory, buffers_read
 from pathway.sched.policies import Fifo, Policy, Tenant
-from pathway.sched.queues import UNKNOWN_US, Flow, Group, Held, Lane, Part, Run, join, regroup
-from pathway.transport.messages import CancelPart, Message, StartPart
+from pathway.sched.queues import UNKNOWN_US, Flow, Group, Held, Lane, Part, Put, Run, join, regroup
+from pathway.transport.messages import AssembleOnIsland, CancelPart, FreeBuffers, Message, PutOnIsland, StartPart
 
 __all__ = ["Lane", "LaneScheduler", "Run"]
 
@@ -52,9 +56,11 @@ class LaneScheduler:
         credits: int,
         failed: Callable[[Run, ErrorInfo, float, list[Instruction]], None],
         policy: Policy | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.credits = credits
         self.policy = policy or Fifo()
+        self.memory = memory or Memory()
         self.active = 0  # runs that are not over
         self._failed = failed
         self._tenants: dict[int, Tenant] = {}
@@ -87,7 +93,7 @@ class LaneScheduler:
             groups.append(group)
             if group.waiting or session in lane.flows or not self._has_room(group, session):
                 goes = False
-        if goes:
+        if goes and (run.needs is None or self.memory.admit_run(run, out, wait=False)):
             run.expected_us = run.costs_us.copy()
             for group, expected_us in zip(groups, run.expected_us, strict=True):
                 line = group.line
@@ -108,15 +114,55 @@ class LaneScheduler:
                 self._offer(group, flow)
             else:
                 flow.entries.append(run)
-        self._pump(groups.copy(), out)
+                if flow.reads is not None:
+                    flow.reads.update(reads_of(lane, run))
+                    flow.makes = min(flow.makes, run.first_result)
+        self.pump(groups.copy(), out)
 
     def send_behind(self, lane: Lane, session: int, message: Message, out: list[Instruction]) -> None:
         """Send to the lane's leader what must not overtake the session's queued runs (O-4)."""
         flow = lane.flows.get(session)
-        if flow is not None:
-            flow.entries.append(Held(session, message))
+        if flow is None:
+            self._forward(lane, session, message, out)
         else:
-            out.append(Send(lane.leader, message))
+            self._hold(lane, flow, Held(session, message), out)
+        if self.memory.stirred:
+            self.pump([], out)
+
+    def leave_behind(self, run: Run, lane: Lane, messages: Iterable[Message]) -> None:
+        """Put messages in the place of a queued run, to be sent when it is dropped."""
+        entries = lane.flows[run.session].entries
+        place = entries.index(run)
+        for message in messages:
+            place += 1
+            entries.insert(place, Held(run.session, message))
+
+    def put(self, put: Put, out: list[Instruction]) -> None:
+        """As `send_behind`, for a put that needs memory."""
+        lane, session = put.lane, put.session
+        flow = lane.flows.get(session)
+        if flow is not None:
+            self._hold(lane, flow, put, out)
+        elif self.memory.admit_put(put, out):
+            out.append(Send(lane.leader, put.message))
+        else:
+            flow = lane.flows[session] = Flow(self.tenant(session))
+            flow.entries.append(put)
+            self._let_releases_by(lane, flow, out)
+
+    def refuse_put(self, put: Put, error: ErrorInfo, out: list[Instruction]) -> None:
+        """The put that waits first in its flow becomes the error in place of its data."""
+        self.memory.waiting.pop(put, None)
+        put.message = structs.replace(put.message, data=None, error=error)
+        put.admitted = True
+        groups: dict[Group, None] = {}
+        self._advance(put.lane, put.lane.flows[put.session], groups, out)
+        self.pump(list(groups), out)
+
+    def _forward(self, lane: Lane, session: int, message: Message, out: list[Instruction]) -> None:
+        out.append(Send(lane.leader, message))
+        if type(message) is FreeBuffers:
+            self.memory.released(lane, session, message.buffers)
 
     def cancel(self, run: Run, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         """Drop a queued run. One in flight is cancelled at the leaders, which say when it is over, and how."""
@@ -138,10 +184,12 @@ class LaneScheduler:
         for run in runs:
             self.active -= 1
             self._fail(run, error, now, out)
-        self._pump(list(groups), out)
+        self.pump(list(groups), out)
 
     def _withdraw(self, run: Run, groups: dict[Group, None], out: list[Instruction]) -> None:
         """Take a run out of all its lines, and its turns and claims back."""
+        if run.needs is not None:
+            self.memory.withdrawn(run)
         for index, (lane, group) in enumerate(zip(run.lanes, run.groups, strict=True)):
             groups[group] = None
             flow = lane.flows[run.session]
@@ -173,14 +221,17 @@ class LaneScheduler:
 
     def _offer_again(self, lane: Lane, group: Group, flow: Flow) -> None:
         """The rank of what waits may have moved, or it may wait again."""
-        if flow.entries and lane.flows.get(flow.tenant.session) is flow:
+        if flow.entries and lane.flows.get(flow.tenant.session) is flow and isinstance(flow.entries[0], Run):
             run = flow.first
             if group not in run.turns and run.groups[run.lanes.index(lane)] is group:
                 self._offer(group, flow)
 
-    def _pump(self, groups: list[Group], out: list[Instruction]) -> None:
+    def pump(self, groups: list[Group], out: list[Instruction]) -> None:
         """Let go what can, on these groups and wherever that leads."""
-        while groups:
+        while groups or self.memory.stirred:
+            if self.memory.stirred:
+                self._memory_came(groups, out)
+                continue
             group = groups.pop()
             while group.claims:
                 run = group.claims[0]
@@ -212,14 +263,62 @@ class LaneScheduler:
         expected_us = run.expected_us[index] = run.costs_us[index]
         group.line.went(flow.tenant, rank, expected_us)
         run.turns.add(group)
-        if len(run.groups) == 1:
+        if len(run.turns) < len(run.groups):
+            return
+        if run.needs is not None and not self.memory.admit_run(run, out):
+            for lane in run.lanes:  # it waits for memory, with its turns
+                self._let_releases_by(lane, lane.flows[run.session], out)
+        elif len(run.groups) == 1:
             self._go(run, group, groups, out)
-        elif len(run.turns) == len(run.groups):
-            self._claims += 1
-            run.claimed = self._claims
-            for other in run.groups:
-                other.claims.append(run)
-            groups += run.groups
+        else:
+            self._claim(run, groups)
+
+    def _claim(self, run: Run, groups: list[Group]) -> None:
+        """The run has all its turns, and its memory: it goes when there are credits (S-3)."""
+        self._claims += 1
+        run.claimed = self._claims
+        for other in run.groups:
+            other.claims.append(run)
+        groups += run.groups
+
+    def _memory_came(self, groups: list[Group], out: list[Instruction]) -> None:
+        """Something is free: look at all that waits for memory."""
+        for what in self.memory.ready(out):
+            if isinstance(what, Run):
+                self._claim(what, groups)
+            else:
+                found: dict[Group, None] = {}
+                self._advance(what.lane, what.lane.flows[what.session], found, out)
+                groups += found
+
+    def _let_releases_by(self, lane: Lane, flow: Flow, out: list[Instruction]) -> None:
+        """The flow's first waits for memory: let what can give it some overtake it (M-5)."""
+        entries, flow.entries = flow.entries, type(flow.entries)()
+        flow.reads, flow.makes = set(), sys.maxsize
+        for entry in entries:
+            if isinstance(entry, Run):
+                flow.entries.append(entry)
+                flow.reads.update(reads_of(lane, entry))
+                flow.makes = min(flow.makes, entry.first_result)
+            else:
+                self._hold(lane, flow, entry, out)
+
+    def _hold(self, lane: Lane, flow: Flow, entry: Held, out: list[Instruction]) -> None:
+        """Put a message at the end of a flow, but for the part of a release that may overtake it."""
+        message = entry.message
+        if flow.reads is not None and type(message) is FreeBuffers:
+            makes, reads = flow.makes, flow.reads
+            by = tuple(buffer for buffer in message.buffers if buffer < makes and buffer not in reads)
+            if by:
+                self._forward(lane, entry.session, FreeBuffers(entry.session, by), out)
+                rest = tuple(buffer for buffer in message.buffers if buffer >= makes or buffer in reads)
+                if not rest:
+                    return
+                entry.message = FreeBuffers(entry.session, rest)
+        elif flow.reads is not None and isinstance(message, AssembleOnIsland | PutOnIsland):
+            flow.makes = min(flow.makes, message.buffer)
+            flow.reads.update(message.sources if isinstance(message, AssembleOnIsland) else ())
+        flow.entries.append(entry)
 
     def _go(self, run: Run, group: Group, groups: list[Group], out: list[Instruction]) -> None:
         """The run leaves its queues for its islands."""
@@ -240,6 +339,7 @@ class LaneScheduler:
         """The flow's first run is gone: send what stood behind it, and let the next run wait for its turn."""
         entries = flow.entries
         flow.stamp = 0
+        flow.reads = None
         while entries:
             entry = entries[0]
             if isinstance(entry, Run):
@@ -247,14 +347,19 @@ class LaneScheduler:
                 self._offer(group, flow)
                 groups[group] = None
                 return
+            if isinstance(entry, Put) and not entry.admitted and not self.memory.admit_put(entry, out):
+                self._let_releases_by(lane, flow, out)
+                return
             entries.popleft()
             if lane.error is None:
-                out.append(Send(lane.leader, entry.message))
+                self._forward(lane, entry.session, entry.message, out)
         del lane.flows[flow.tenant.session]
 
     def _dispatch(self, run: Run, out: list[Instruction]) -> None:
         session, number, plan, first = run.session, run.number, run.plan, run.first_result
         key = (session, number)
+        if run.needs is not None:
+            self.memory.started(run)
         run.open = len(run.lanes)
         for index, lane in enumerate(run.lanes):
             group, expected_us = run.groups[index], run.expected_us[index]
@@ -283,7 +388,7 @@ class LaneScheduler:
                 self.active -= 1
                 if run.error is None:
                     finished.append(run)
-        self._pump(list(groups), out)
+        self.pump(list(groups), out)
         return finished
 
     def part_failed(
@@ -293,7 +398,7 @@ class LaneScheduler:
         if part is not None:
             self._part_ended(lane, part, None)
             self._part_over(part.run, error, now, out)
-            self._pump([part.group], out)
+            self.pump([part.group], out)
 
     def parts_late(self, lane: Lane, parts: Iterable[tuple[int, int]], out: list[Instruction]) -> None:
         """Inputs of these parts are not there: they leave their place to others meanwhile (O-7)."""
@@ -307,11 +412,13 @@ class LaneScheduler:
                 group.us -= part.expected_us
                 group.parked[key[0]] = group.parked.get(key[0], 0) + 1
                 groups[group] = None
-        self._pump(list(groups), out)
+        self.pump(list(groups), out)
 
     def _part_ended(self, lane: Lane, part: Part, measured_us: float | None) -> None:
         group, run = part.group, part.run
         session = run.session
+        if run.needs is not None:
+            self.memory.ended(lane, run, part.index)
         again = part.parked
         if part.parked:
             _count_down(group.parked, session)
@@ -352,15 +459,21 @@ class LaneScheduler:
             self._part_over(part.run, error, now, out)
         self._drop_queued(list(lane.queue), error, now, out)
         lane.flows.clear()
+        self.memory.lane_lost(lane)
+        self.pump([], out)
 
     def session_closed(self, session: int, lanes: Iterable[Lane], out: list[Instruction]) -> None:
         """The session's queued runs go, and so do its credits: leaders forget its parts before any new one comes."""
         gone: dict[Run, None] = {}
         groups: dict[Group, None] = {}
-        for lane in lanes:
+        lanes = list(lanes)
+        for lane in lanes:  # of all islands first: a run of several would let go what stands behind it elsewhere
             flow = lane.flows.get(session)
             if flow is not None:
                 flow.entries = type(flow.entries)(entry for entry in flow.entries if isinstance(entry, Run))
+                if not flow.entries:
+                    del lane.flows[session]
+        for lane in lanes:
             for key in [key for key in lane.running if key[0] == session]:
                 part = lane.running.pop(key)
                 self._part_ended(lane, part, None)
@@ -373,9 +486,10 @@ class LaneScheduler:
                 gone[run] = None
             for group in lane.distinct_groups():
                 group.line.left(session)
+        self.memory.session_closed(session, lanes)
         self.active -= len(gone)
         self._tenants.pop(session, None)
-        self._pump(list(groups), out)
+        self.pump(list(groups), out)
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
@@ -386,7 +500,7 @@ class LaneScheduler:
 
     def pump_lane(self, lane: Lane, out: list[Instruction]) -> None:
         """Look at everything that waits on the lane again."""
-        self._pump(list(lane.distinct_groups()), out)
+        self.pump(list(lane.distinct_groups()), out)
 
     # -- waits (O-8) ------------------------------------------------------------------------------------------------
 
@@ -398,10 +512,14 @@ class LaneScheduler:
             late = sum(lane.running[key].parked for lane in run.lanes if key in lane.running)
             inputs = f", {late} of them without all inputs" if late else ""
             return f"{len(on)} of its {len(run.lanes)} parts are in flight{inputs}", ", ".join(on)
+        if run in self.memory.waiting:
+            return self.memory.reason(run)
         for lane, group in zip(run.lanes, run.groups, strict=True):
             if group in run.turns:
                 continue
             entries = lane.flows[run.session].entries
+            if isinstance(entries[0], Put):
+                return f"a put of its session before it in the queue of island {lane.island}", lane.island
             position = sum(entry.arrival < run.arrival for entry in entries if isinstance(entry, Run))
             if position:
                 return f"{position} of its session before it in the queue of island {lane.island}", lane.island
@@ -418,6 +536,11 @@ class LaneScheduler:
             f"({self.policy.name})",
             names,
         )
+
+
+def reads_of(lane: Lane, run: Run) -> tuple[int, ...]:
+    """The buffers that a run's part on the lane reads."""
+    return buffers_read(run, run.lanes.index(lane))
 
 
 def _count_down(counts: dict[int, int], key: int) -> None:

@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction, PeerKey, Send
+from pathway.sched.ledger import Charge, Ledger
 from pathway.sched.policies import WINDOW_US, Policy, Tenant
-from pathway.transport.messages import ExecutorReport, Message
+from pathway.transport.messages import ExecutorReport, Message, PutOnIsland
+
+if TYPE_CHECKING:
+    from pathway.sched.memory import PlanNeeds
 
 UNKNOWN_US = WINDOW_US
 """What a part is expected to take before it was ever measured: so long that few are in flight until it was."""
@@ -28,6 +33,7 @@ class Run:
     devices."""
 
     __slots__ = (
+        "admitted",
         "arguments",
         "arrival",
         "claimed",
@@ -38,6 +44,7 @@ class Run:
         "first_result",
         "groups",
         "lanes",
+        "needs",
         "number",
         "open",
         "plan",
@@ -57,6 +64,7 @@ class Run:
         since: float,
         costs_us: list[float] | None = None,
         devices: tuple[int, ...] = (),
+        needs: PlanNeeds | None = None,
     ) -> None:
         self.session = session
         self.number = number
@@ -67,6 +75,8 @@ class Run:
         self.since = since
         self.costs_us = costs_us or [UNKNOWN_US] * len(lanes)
         self.devices = devices or (0,) * len(lanes)
+        self.needs = needs  # of memory; None where none of its islands has a limit
+        self.admitted = False  # it has its memory
         self.open = 0
         self.error: ErrorInfo | None = None
         self.arrival = 0
@@ -86,14 +96,41 @@ class Held:
         self.message = message
 
 
-class Flow:
-    """One session's entries in a lane, in order. There is a flow while there are entries, and its first is a run.
-    `stamp`: the number of the offer that counts, 0 while its first run waits in no line."""
+class Put(Held):
+    """A put that needs memory when its place has come. It may be the first of its flow, and then waits for that alone.
+    `origin` says what it is, and where it was made."""
 
-    __slots__ = ("entries", "stamp", "tenant")
+    __slots__ = ("admitted", "charge", "lane", "origin", "since")
+
+    message: PutOnIsland
+
+    def __init__(
+        self, session: int, message: PutOnIsland, lane: Lane, charge: Charge, origin: tuple[str, str], since: float
+    ) -> None:
+        super().__init__(session, message)
+        self.lane = lane
+        self.charge = charge
+        self.admitted = False
+        self.origin = origin
+        self.since = since
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return (self.lane,)
+
+
+class Flow:
+    """One session's entries in a lane, in order. There is a flow while there are entries, and its first is a run, or a
+    put that waits for memory. `stamp`: the number of the offer that counts, 0 while its first run waits in no line.
+    `reads`: while the first waits for memory, the buffers that its entries read, and `makes` the least of those that
+    they make (M-5)."""
+
+    __slots__ = ("entries", "makes", "reads", "stamp", "tenant")
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
+        self.reads: set[int] | None = None
+        self.makes = 0
         self.entries: deque[Run | Held] = deque()
         self.stamp = 0
 
@@ -170,6 +207,7 @@ class Lane:
         "incarnation",
         "island",
         "leader",
+        "ledger",
         "neighbours",
         "queue",
         "reaches",
@@ -177,6 +215,7 @@ class Lane:
         "report",
         "running",
         "stale",
+        "temp_bytes",
     )
 
     def __init__(self, island: str, incarnation: int, hosts: tuple[PeerKey, ...]) -> None:
@@ -193,6 +232,8 @@ class Lane:
         self.running: dict[tuple[int, int], Part] = {}
         self.registered: set[tuple[int, int]] = set()
         self.computations: set[str] = set()
+        self.temp_bytes: dict[str, int] = {}  # of each compiled computation, on each device
+        self.ledger: Ledger | None = None  # of its memory, if that has a limit
         self.neighbours: dict[str, int] = {}
         self.report: ExecutorReport | None = None
         self.busy_us: dict[int, float] = {}  # measured device time of each session

@@ -16,6 +16,7 @@ from collections import deque
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction, PeerKey, Send
 from pathway.sched.lanes import Lane, Run
+from pathway.sched.memory import PlanNeeds
 from pathway.sched.ownership import Reach
 from pathway.sched.queues import UNKNOWN_US
 from pathway.sched.scripts import SessionScripts
@@ -27,13 +28,14 @@ class Plan:
     """A registered plan. `lanes[i]` is where its part i runs: the incarnation that it was made for. `reach` are the
     devices that it names (A-1), `devices[i]` one of those of part i, `costs_us[i]` what part i takes, as learned."""
 
-    __slots__ = ("costs_us", "devices", "error", "lanes", "message", "reach")
+    __slots__ = ("costs_us", "devices", "error", "lanes", "message", "needs", "reach")
 
     def __init__(self, message: RegisterPlan, lanes: tuple[Lane, ...], reach: Reach, error: ErrorInfo | None) -> None:
         self.message = message
         self.lanes = lanes
         self.reach = reach
         self.error = error
+        self.needs: PlanNeeds | None = None  # of memory, where one of its islands has a limit
         self.costs_us = [UNKNOWN_US] * len(lanes)
         self.devices = tuple(min(reach.get(lane.island, ()), default=0) for lane in lanes)
 

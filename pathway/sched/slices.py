@@ -5,6 +5,8 @@ Invariants
   V-2  A slice keeps its island and devices while the island is lost; it is bound to the next incarnation as it was.
   V-3  A slice that cannot be bound is refused, or waits, and either has a reason that says what there is and who holds
        it.
+  V-4  What slices were promised of a device's memory is together no more than it has, where that is known. Memory that
+       a session was promised, and does not use, is given to no other.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pathway.dataflow.memory import size as size_text
 from pathway.sched.cluster import Cluster, Island, State
+from pathway.sched.ledger import Charge, Ledger
 from pathway.transport.messages import RequestSlice
 
 LISTED = 12
@@ -29,6 +33,7 @@ class Slice:
     island: str = ""  # "" while it waits
     devices: tuple[int, ...] = ()
     reason: str = ""  # why it waits
+    promise: tuple[Ledger, Charge] | None = None  # of the memory that it was asked for with
 
     @property
     def who(self) -> str:
@@ -94,8 +99,21 @@ class SliceBinder:
         held = self.holders.setdefault(island, {})
         for device in devices:
             held.setdefault(device, []).append(bound)
+        self.promise(bound)
+
+    def promise(self, bound: Slice) -> None:
+        """Keep the memory that the slice was asked for with, on the island as it is now (V-4)."""
+        lane = self.cluster.islands[bound.island].lane
+        bound.promise = None
+        if bound.request.memory_bytes and lane is not None and lane.ledger is not None:
+            bound.promise = lane.ledger, Charge(((bound.devices, bound.request.memory_bytes),))
+            lane.ledger.promise(bound.session, bound.promise[1])
 
     def release(self, bound: Slice) -> None:
+        if bound.promise is not None:
+            ledger, charge = bound.promise
+            ledger.take_back(bound.session, charge)
+            bound.promise = None
         held = self.holders.get(bound.island, {})
         for device in bound.devices:
             held[device].remove(bound)
@@ -118,6 +136,11 @@ class SliceBinder:
                 for device in range(island.devices)
                 if all(holder.request.shared for holder in held.get(device, ()))
             ]
+            if request.memory_bytes and island.memory_bytes:  # V-4
+                promised = {
+                    device: sum(holder.request.memory_bytes for holder in held.get(device, ())) for device in free
+                }
+                free = [device for device in free if promised[device] + request.memory_bytes <= island.memory_bytes]
         else:
             return ()
         return choose_devices(request.devices, island, free)
@@ -127,11 +150,13 @@ class SliceBinder:
         asked = f"{request.devices} devices"
         if request.platform:
             asked += f" of platform {request.platform!r}"
+        if request.memory_bytes:
+            asked += f" with {size_text(request.memory_bytes)} of memory each"
         if request.island:
             asked += f" on island {request.island!r}"
         if not islands:
             return f"{asked}: no host has joined the cluster; start one with `pathway worker`"
-        there = [f"{island.name} ({island.devices} {island.platform} devices)" for island in islands[:LISTED]]
+        there = [f"{island.name} ({_described(island)})" for island in islands[:LISTED]]
         return f"{asked}: no island can ever have them; there are: {_listed(there, len(islands))}"
 
     def _who_holds(self, request: RequestSlice, fitting: Sequence[Island]) -> str:
@@ -141,14 +166,15 @@ class SliceBinder:
             for slices in self.holders.get(island.name, {}).values():
                 for holder in slices:
                     holders[holder] = holders.get(holder, 0) + 1
-            who = ", ".join(f"{holder.who} holds {count}" for holder, count in holders.items())
+            who = ", ".join(f"{holder.who} holds {count}{_promised(holder)}" for holder, count in holders.items())
             lines.append(f"island {island.name} has {island.devices} devices: {who or 'none is held'}")
         sharing = (
             "the others' slices are not shared"
             if request.shared
             else "slices share devices only if all of them are asked for with shared=True"
         )
-        return f"{request.devices} free devices: " + _listed(lines, len(fitting), "; ") + f" ({sharing})"
+        memory = f" with {size_text(request.memory_bytes)} of memory promised to nobody" if request.memory_bytes else ""
+        return f"{request.devices} free devices{memory}: " + _listed(lines, len(fitting), "; ") + f" ({sharing})"
 
     def validate(self) -> None:
         """Assert V-1. For tests."""
@@ -202,6 +228,15 @@ def _listed(shown: Sequence[str], count: int, separator: str = ", ") -> str:
     return separator.join([*shown, *more])
 
 
+def _described(island: Island) -> str:
+    memory = f" of {size_text(island.memory_bytes)}" if island.memory_bytes else ""
+    return f"{island.devices} {island.platform} devices{memory}"
+
+
+def _promised(holder: Slice) -> str:
+    return f" with {size_text(holder.request.memory_bytes)} each" if holder.request.memory_bytes else ""
+
+
 def _fits(island: Island, request: RequestSlice) -> bool:
     """The island could hold the slice, now or when its hosts are back."""
     return (
@@ -209,4 +244,5 @@ def _fits(island: Island, request: RequestSlice) -> bool:
         and island.devices >= request.devices
         and request.island in ("", island.name)
         and request.platform in ("", island.platform)
+        and (not island.memory_bytes or request.memory_bytes <= island.memory_bytes)
     )

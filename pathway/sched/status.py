@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pathway.sched.cluster import Island
 from pathway.sched.events import Wait
+from pathway.sched.queues import Put
 from pathway.sched.sessions import Session
 from pathway.transport.endpoints import address_of
 from pathway.version import __version__
@@ -33,6 +34,11 @@ def waits(core: SchedulerCore, now: float) -> list[Wait]:
                 found.append(Wait(f"island {island.name}", reason, island.name, now - host.paused_since))
     for held in core.clients.waiting_slices.values():
         found.append(Wait(held.who, held.reason, held.request.island, now - held.since))
+    for what in core.clients.lanes.memory.waiting:
+        if isinstance(what, Put):
+            reason, on = core.clients.lanes.memory.reason(what)
+            name = core.clients.sessions[what.session].name
+            found.append(Wait(f"put {what.message.buffer} of session {name}", reason, on, now - what.since))
     for session in core.clients.sessions.values():
         for run in itertools.islice(session.runs.values(), RUNS_SHOWN):
             reason, on = core.clients.lanes.reason(run)
@@ -115,6 +121,10 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
         "drained": island.drained,
         "buffers": sum(buffers for _, buffers, _ in report.bytes_by_session) if report else 0,
         "bytes": sum(size for _, _, size in report.bytes_by_session) if report else 0,
+        "memory_limit_bytes": lane.ledger.limit_bytes if lane and lane.ledger else 0,
+        "memory_used_bytes": max(lane.ledger.used) if lane and lane.ledger else 0,
+        "spilled_bytes": lane.ledger.spilled_bytes if lane and lane.ledger else 0,
+        "spills": lane.ledger.spills if lane and lane.ledger else 0,
         "busy_us": report.busy_us if report else 0,
     }
 

@@ -54,6 +54,9 @@ def validate_lanes(scheduler: LaneScheduler, lanes: Iterable[Lane]) -> None:
             assert part.run.open
             assert part.group is part.run.groups[part.index]
             runs[part.run] = None
+        if lane.ledger is not None:
+            lane.ledger.validate()
+            assert all(used <= lane.ledger.limit_bytes for used in lane.ledger.used), "M-1"
         for run in lane.queue:
             assert not run.open
             assert all(run in other.queue for other in run.lanes), "all or nothing"
@@ -63,13 +66,16 @@ def validate_lanes(scheduler: LaneScheduler, lanes: Iterable[Lane]) -> None:
             assert session == flow.tenant.session
             arrivals = [entry.arrival for entry in flow.entries if isinstance(entry, Run)]
             assert arrivals == sorted(arrivals), "O-4"
-            assert isinstance(flow.entries[0], Run)
+            first = flow.entries[0]
+            assert isinstance(first, Run) or first in scheduler.memory.waiting, "M-3"
         for group in lane.distinct_groups():
             _validate_group(scheduler, lane, group)
     for run in runs:
         assert not run.open or run.open == sum((run.session, run.number) in lane.running for lane in run.lanes), "S-2"
         if not run.open:
-            assert bool(run.claimed) == (len(run.turns) == len(run.groups)), "S-3"
+            waits = run in scheduler.memory.waiting
+            assert (bool(run.claimed) or waits) == (len(run.turns) == len(run.groups)), "S-3"
+            assert not (run.claimed and waits), "M-2"
             can_go = run.claimed and all(group.claims[0] is run and group.count < credits for group in run.groups)
             assert not can_go, "a claim waits for nothing"
     assert scheduler.active == len(runs)
@@ -84,6 +90,8 @@ def _validate_group(scheduler: LaneScheduler, lane: Lane, group: Group) -> None:
     waiting = [run for run in lane.queue if run.groups[run.lanes.index(lane)] is group]
     assert sum(group.waiting.values()) == len(waiting)
     for flow in lane.flows.values():
+        if not isinstance(flow.entries[0], Run):
+            continue
         run = flow.first
         if run.groups[run.lanes.index(lane)] is group and group not in run.turns:
             parked = group.parked.get(run.session, 0)

@@ -160,13 +160,14 @@ class StartRun(Message, frozen=True, tag=14):
 
 class PutBuffer(Message, frozen=True, tag=15):
     """The client makes a buffer on `island`: with `data` inline (dense, C order, the global array), or, where `data` is
-    None, pushed straight to the hosts as `PutShard`."""
+    None, pushed straight to the hosts as `PutShard`. `source` is the user's line, of large ones."""
 
     buffer: int
     island: str
     incarnation: int
     layout: Layout
     data: bytes | None = None
+    source: str = ""
 
 
 class ReleaseBuffers(Message, frozen=True, tag=16):
@@ -216,6 +217,13 @@ class StartScript(Message, frozen=True, tag=23):
 
 class StatusRequest(Message, frozen=True, tag=19):
     request: int
+
+
+class AskMemory(Message, frozen=True, tag=26):
+    """What do the plan's computations need beside arrays? Answered when all of them are compiled."""
+
+    request: int
+    plan: int
 
 
 # -- scheduler -> client ----------------------------------------------------------------------------------------------
@@ -292,6 +300,14 @@ class StatusReply(Message, frozen=True, tag=37):
 
     request: int
     status: bytes
+
+
+class MemoryAnswer(Message, frozen=True, tag=39):
+    """(computation, bytes of its temporaries on each device), or why there is no such plan."""
+
+    request: int
+    temp_bytes: tuple[tuple[str, int], ...]
+    error: ErrorInfo | None = None
 
 
 # -- admin -> scheduler -----------------------------------------------------------------------------------------------
@@ -393,6 +409,7 @@ class ExecutorReady(Message, frozen=True, tag=60):
     device_kind: str
     devices: int
     pid: int
+    memory_bytes: int = 0  # of each device, for programs; 0: nobody knows, and nothing is limited
 
 
 class RegisterPart(Message, frozen=True, tag=61):
@@ -414,12 +431,14 @@ class StartPart(Message, frozen=True, tag=62):
 
 
 class PutOnIsland(Message, frozen=True, tag=63):
-    """`PutBuffer`, as passed to the leader and by it to its followers."""
+    """`PutBuffer`, as passed to the leader and by it to its followers. With `error`, the buffer is that in place of a
+    value: there is no room for it, or the run that would have made it was refused."""
 
     session: int
     buffer: int
     layout: Layout
     data: bytes | None = None
+    error: ErrorInfo | None = None
 
 
 class AssembleOnIsland(Message, frozen=True, tag=74):
@@ -486,6 +505,23 @@ class ExecutorReport(Message, frozen=True, tag=71):
     waits: tuple[tuple[int, int, str, float], ...]
     busy_us: int
     damaged_transfers: int = 0  # that this process has received, so far
+    spilled_bytes: int = 0  # of them, in the host's memory
+
+
+class SpillBuffers(Message, frozen=True, tag=76):
+    """Scheduler -> leader -> followers: move these buffers to the host's memory. They come back when they are read."""
+
+    session: int
+    buffers: tuple[int, ...]
+
+
+class ComputationsCompiled(Message, frozen=True, tag=77):
+    """Host -> scheduler: (computation, bytes of its temporaries on each device), of the plan's computations whose first
+    device is this host's."""
+
+    session: int
+    plan: int
+    temp_bytes: tuple[tuple[str, int], ...]
 
 
 class PartsLate(Message, frozen=True, tag=73):

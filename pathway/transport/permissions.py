@@ -60,6 +60,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.ReleaseBuffers,
         m.CancelRun,
         m.ReleasePlan,
+        m.AskMemory,
         m.StatusRequest,
     },
     ADMIN: _ALWAYS | {m.StatusRequest, m.SetWeight, m.DrainIsland, m.KillSession},
@@ -74,6 +75,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.PartRefused,
         m.ExecutorReport,
         m.Decided,
+        m.ComputationsCompiled,
     },
 }
 
