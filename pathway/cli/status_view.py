@@ -60,20 +60,7 @@ def render(status: dict[str, Any]) -> RenderableType:
 def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
     yield _table(
         "islands",
-        (
-            "island",
-            "state",
-            "#",
-            "platform",
-            ">devices",
-            ">held",
-            ">runs",
-            ">queued",
-            ">buffers",
-            ">bytes",
-            ">of a device",
-            ">spilled",
-        ),
+        ("island", "state", "#", "platform", ">devices", ">held", ">runs", ">queued", ">buffers", ">bytes"),
         [
             (
                 island["island"],
@@ -86,12 +73,25 @@ def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
                 island["queued"],
                 island["buffers"],
                 _bytes(island["bytes"]),
-                _share(island["memory_used_bytes"], island["memory_limit_bytes"]),
-                _bytes(island["spilled_bytes"]) if island["spilled_bytes"] else "-",
             )
             for island in status["islands"]
         ],
         "no island has joined",
+    )
+    yield _table(
+        "memory of a device",
+        ("island", ">used", ">limit", ">spilled", ">spills"),
+        [
+            (
+                island["island"],
+                _bytes(island["memory_used_bytes"]),
+                _bytes(island["memory_limit_bytes"]),
+                _bytes(island["spilled_bytes"]),
+                island["spills"],
+            )
+            for island in status["islands"]
+            if island["memory_limit_bytes"]
+        ],
     )
     yield _table(
         "hosts",
@@ -169,11 +169,6 @@ def _bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _share(used: int, limit: int) -> str:
-    """Of the fullest device of an island with a limit."""
-    return f"{_bytes(used)} / {_bytes(limit)}" if limit else "-"
 
 
 def _duration(seconds: float) -> str:
