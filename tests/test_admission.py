@@ -18,6 +18,7 @@ from pathway.dataflow.layout import Aval, Layout
 from pathway.dataflow.memory import part_memory, size
 from pathway.dataflow.plan import Execute, Gang, Part
 from pathway.dataflow.tiles import replicated
+from pathway.errors import ErrorInfo
 from pathway.sched.ledger import Charge, Ledger
 from pathway.sched.memory import OVERTAKEN
 from pathway.sched.peers import PeerSettings
@@ -432,8 +433,12 @@ class Physical:
                         del table[key]  # type: ignore[attr-defined]
         self._drop_unread()
 
-    def end(self, session: int, run: int) -> None:
+    def end(self, session: int, run: int) -> bool:
+        """False: it found an error among its arguments."""
         part, arguments, first = self.running.pop((session, run))
+        if any((session, buffer) not in self.buffers and (session, buffer) not in self.freed for buffer in arguments):
+            self._drop_unread()
+            return False
         donated = [arguments[p] for p in part.gangs[0].steps[0].donates]  # type: ignore[union-attr]
         for buffer in donated:
             self.buffers.pop((session, buffer), None)
@@ -442,6 +447,7 @@ class Physical:
             if (session, first + number) not in self.freed:
                 self.buffers[session, first + number] = part.slots[slot].shard_nbytes // MB
         self._drop_unread()
+        return True
 
     def _drop_unread(self) -> None:
         read = {(key[0], buffer) for key, (_, arguments, _) in self.running.items() for buffer in arguments}
@@ -559,8 +565,11 @@ class History:
             self.finish_part(island, *mine[0])  # in order: a run may read what the one before it makes
 
     def finish_part(self, island: str, session: int, run: int) -> None:
-        self.physical[island].end(session, run)
-        self.take(self.world.say(executor_of(island), m.PartsFinished(((session, run),))))
+        if self.physical[island].end(session, run):
+            self.take(self.world.say(executor_of(island), m.PartsFinished(((session, run),))))
+        else:
+            error = ErrorInfo("DeviceMemoryError", "what it reads was refused")
+            self.take(self.world.say(executor_of(island), m.PartFailed(session, run, error)))
 
     def go(self, name: str) -> None:
         if self.random.random() < 0.1:

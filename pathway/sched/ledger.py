@@ -43,6 +43,9 @@ class Charge:
         return self._amounts
 
 
+NOTHING = Charge(())
+
+
 class Entry:
     """One buffer. `holders`: its client, and every buffer that is assembled from it. `settled`: counted as such.
     `last_start`: the start, as its session counts them, of the last run that makes or reads it. `origin` says what it
@@ -66,7 +69,7 @@ class Usage:
     """One session's part of a ledger. `open`: its runs in flight, with the number of their start. `leaving`: released
     buffers, with the number of the last start at that time."""
 
-    __slots__ = ("entries", "leaving", "open", "promised", "settled", "starts", "taken", "used")
+    __slots__ = ("entries", "leaving", "open", "promised", "settled", "starts", "taken", "used", "void")
 
     def __init__(self, blocks: int) -> None:
         self.used = [0] * blocks
@@ -75,6 +78,7 @@ class Usage:
         self.open: dict[int, int] = {}
         self.starts = 0
         self.taken: dict[int, list[Entry]] = {}  # donated, by the run in flight that took them
+        self.void: set[int] = set()  # runs in flight that donate what is not there: their results will be errors
         self.leaving: deque[tuple[int, Entry]] = deque()
         self.promised: list[Charge] = []
 
@@ -197,7 +201,7 @@ class Ledger:
     def assemble(self, session: int, buffer: int, sources: Iterable[int], origin: tuple[str, str]) -> None:
         """The buffer is made of shards of others: it takes nothing of its own, and keeps them."""
         entries = self.usage(session).entries
-        entry = self.enter(session, buffer, Charge(()), origin)
+        entry = self.enter(session, buffer, NOTHING, origin)
         entry.sources = tuple(entries[source] for source in dict.fromkeys(sources) if source in entries)
         for source in entry.sources:
             source.holders += 1
@@ -206,7 +210,9 @@ class Ledger:
         """A run in flight takes the buffer's memory, which counts until the run has ended."""
         usage = self.usage(session)
         entry = usage.entries.pop(buffer, None)
-        if entry is not None:
+        if entry is None:
+            usage.void.add(run)
+        else:
             if entry.holders == 1:
                 self._settle(entry, False)
             usage.taken.setdefault(run, []).append(entry)
@@ -256,6 +262,7 @@ class Ledger:
         """What was released while it was in flight may be free now."""
         usage = self.usages[session]
         del usage.open[run]
+        usage.void.discard(run)
         for entry in usage.taken.pop(run, ()):
             self._drop_holder(entry)
         leaving = usage.leaving

@@ -28,7 +28,7 @@ from pathway.dataflow.memory import Use, largest_at_peak, origins, part_memory, 
 from pathway.dataflow.plan import Part
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction, Send
-from pathway.sched.ledger import Charge, Entry, Ledger
+from pathway.sched.ledger import NOTHING, Charge, Entry, Ledger
 from pathway.sched.queues import Lane, Put, Run
 from pathway.transport.messages import INLINE_BYTES, SpillBuffers
 
@@ -254,8 +254,9 @@ class Memory:
             start = ledger.started(run.session, run.number)
             if demand.donates or self.spill:
                 self._note_reads(ledger, run, index, demand, start)
+            void = run.number in ledger.usage(run.session).void
             for (number, charge), origin in zip(demand.results, demand.origins, strict=True):
-                ledger.enter(run.session, run.first_result + number, charge, origin)
+                ledger.enter(run.session, run.first_result + number, NOTHING if void else charge, origin)
 
     def _note_reads(self, ledger: Ledger, run: Run, index: int, demand: Demand, start: int) -> None:
         arguments = arguments_of(run, index)
@@ -279,7 +280,8 @@ class Memory:
             return
         session = run.session
         ledger.add(session, demand.beyond, -1)
-        ledger.add(session, demand.written)
+        if run.number not in ledger.usage(session).void:
+            ledger.add(session, demand.written)
         ledger.ended(session, run.number)
         self.stirred = True
 
