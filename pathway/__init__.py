@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathway.client.default import connect, devices, disconnect, islands, put, record_steps, slice
     from pathway.client.program import Program, Stage, jit, program
     from pathway.client.recording import RecordedStep, Recording
+    from pathway.client.route import route
     from pathway.client.slices import Device, Island, Slice
     from pathway.client.stages import Compiled, Lowered, LoweredControl, Traced
 
@@ -84,6 +85,7 @@ __all__ = [
     "program",
     "put",
     "record_steps",
+    "route",
     "slice",
     "switch",
     "while_loop",
@@ -113,6 +115,7 @@ _HOME = {
     "program": "client.program",
     "put": "client.default",
     "record_steps": "client.default",
+    "route": "client.route",
     "slice": "client.default",
     "switch": "client.control",
     "while_loop": "client.control",

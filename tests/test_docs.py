@@ -94,6 +94,17 @@ def test_the_pipeline_learns_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     assert "</svg>" in (tmp_path / "timeline.svg").read_text()
 
 
+@pytest.mark.usefixtures("connected")
+def test_the_cascade_is_better_together_and_runs_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import cascade
+
+    cascade.main()
+    shown = capsys.readouterr().out
+    alone, together = map(int, re.search(r"(\d+)% by the small model alone, (\d+)%", shown).groups())  # type: ignore[union-attr]
+    assert together > alone
+    assert "no specialist ran" in shown
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """Every call of the `pathway` command in the page's shell blocks."""
     for _, block in blocks(page, "sh", "console"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from pathway.client.build import (
 from pathway.client.plans import BoundPlan, HostArgument, ResultSource, check_donated
 from pathway.client.slices import live_slices
 from pathway.dataflow import jaxprs
-from pathway.dataflow.control import Control, Cut, branches_of, cut, has_control, loop_of
+from pathway.dataflow.control import Control, Cut, branches_of, cut, has_control, loop_of, reasons_of
 from pathway.dataflow.place import Resident, place
 from pathway.dataflow.placed import placed_call
 from pathway.dataflow.script import Body, Choose, Repeat, RunPlan, Script, Task
@@ -127,6 +127,9 @@ class _Lowering:
         self.made = 0  # buffers that the client names
         self.makers: dict[int, tuple[LoweredPlan, int, int]] = {}  # main register -> plan, result position, number
         self.dry = 0
+        self.known_homes: dict[Any, list[Resident | None]] = {}
+        self.known_bodies: dict[Any, int] = {}
+        self.interner = jaxprs.Interner()  # of all plans: what is alike is lowered once
 
     def lowered(self, donated: Collection[int]) -> LoweredScript:
         hosts, inputs = [], []
@@ -188,7 +191,7 @@ class _Lowering:
         number = len(self.bodies)
         self.bodies.append(None)
         made = cut(jaxpr, [known.home is None for known in inputs])
-        scope = _Scope(main, 1 + max((known.register for known in inputs), default=-1))
+        scope = _Scope(number, main, 1 + max((known.register for known in inputs), default=-1))
         inputs_count = scope.registers
         scope.known.update(zip(made.inputs, inputs, strict=True))
         outputs = list(made.outputs)
@@ -230,6 +233,13 @@ class _Lowering:
 
     def homes(self, jaxpr: Any, inputs: Sequence[Known], decides: bool = False) -> list[Resident | None]:
         """Where the outputs of a body would be; None for what can be anywhere."""
+        jaxpr = self.interner.intern(jaxpr)
+        key = (id(jaxpr), tuple(inputs), decides)
+        if key not in self.known_homes:
+            self.known_homes[key] = self._homes(jaxpr, inputs, decides)
+        return self.known_homes[key]
+
+    def _homes(self, jaxpr: Any, inputs: Sequence[Known], decides: bool) -> list[Resident | None]:
         made = cut(jaxpr, [known.home is None for known in inputs])
         floating = [made.is_floating(atom) for atom in made.outputs]
         with self._dry():
@@ -247,16 +257,22 @@ class _Lowering:
             del self.bodies[bodies:]
 
     def settled(
-        self, jaxpr: Any, inputs: Sequence[Known], wanted: Sequence[Resident], decides: bool = False
-    ) -> tuple[int, list[Known]]:
-        """Lower a body with its outputs at their `wanted` homes."""
-        natural = self.homes(jaxpr, inputs, decides)
-        pins = [None if _same(now, then) else then for now, then in zip(natural, wanted)]  # noqa: B905 (decisions)
+        self, scope: _Scope, jaxpr: Any, inputs: Sequence[Known], natural: Sequence[Resident | None],
+        wanted: Sequence[Resident], decides: bool = False,
+    ) -> int:  # fmt: skip
+        """The body of a jaxpr with its outputs, which would be at their `natural` homes, at the `wanted` ones."""
+        pins = tuple(None if _same(now, then) else then for now, then in zip(natural, wanted))  # noqa: B905 (decisions)
+        jaxpr = self.interner.intern(jaxpr)
+        key = (id(jaxpr), tuple(inputs), pins, decides)
+        found = self.known_bodies.get(key, 0)
+        if found > scope.number:  # K-1
+            return found
         number, known = self.body(jaxpr, inputs, pins, decides=decides)
         for each, home in zip(known, wanted):  # noqa: B905
             if not _same(each.home, home):
                 raise ProgramError(f"{self.traced.name}: a result of a branch is at {each.home}, and not at {home}")
-        return number, known
+        self.known_bodies[key] = number
+        return number
 
     # -- what bodies are made of ------------------------------------------------------------------------------------
 
@@ -285,6 +301,9 @@ class _Lowering:
                 value = graph.values[result.value]
                 scope.known[var] = Known(scope.register(), Resident(value.slice, value.sharding))
             return
+        graph = replace(
+            graph, nodes=tuple(replace(node, jaxpr=self.interner.intern(node.jaxpr)) for node in graph.nodes)
+        )
         check_same_client(self.client, self.traced.name, self.leaves, graph, self.slices)
         decisions = [position for position, var in enumerate(results) if var in told]
         plan = lower_placed(self.client, traced, graph, fused=self.fused, schedule=self.schedule, decisions=decisions)
@@ -353,23 +372,26 @@ class _Lowering:
         return -1 - len(self.leaves) - index
 
     def _condition(self, scope: _Scope, made: Cut, control: Control, decided: Any) -> None:
-        branches = branches_of(made, control)
+        branches, reasons = branches_of(made, control), reasons_of(control)
         given = [_passed(scope, read) for _, read in branches]
-        natural = [self.homes(jaxpr, inside) for (jaxpr, _), (inside, _) in zip(branches, given, strict=True)]
+        allowed = [number for number, reason in enumerate(reasons) if not reason]
+        natural = {number: self.homes(branches[number][0], given[number][0]) for number in allowed}
         outputs = control.equation.outvars
+        columns = [natural[number] for number in (allowed if len(branches) > 2 else reversed(allowed))]  # true first
         homes = [
-            next((home for home in reversed(column) if home is not None), None) or self._somewhere(var)
-            for var, column in zip(outputs, zip(*natural, strict=True), strict=True)
+            next((home for home in column if home is not None), None) or self._somewhere(var)
+            for var, column in zip(outputs, zip(*columns, strict=True), strict=True)
         ]
         if not self.dry:
             numbers = [
-                self.settled(jaxpr, inside, homes)[0] for (jaxpr, _), (inside, _) in zip(branches, given, strict=True)
+                -1 if reason else self.settled(scope, jaxpr, inside, natural[number], homes)
+                for number, ((jaxpr, _), (inside, _), reason) in enumerate(zip(branches, given, reasons, strict=True))
             ]
-            passed = tuple(outside for _, outside in given)
+            passed = tuple(() if reason else outside for (_, outside), reason in zip(given, reasons, strict=True))
         registers = scope.set_outputs(outputs, homes)
         if not self.dry:
             decision = scope.decisions[decided]
-            scope.tasks.append(Choose(decision, tuple(numbers), passed, registers))
+            scope.tasks.append(Choose(decision, tuple(numbers), passed, registers, tuple(reasons)))
 
     def _loop(self, scope: _Scope, made: Cut, control: Control) -> None:
         entry, read, step, fixed = loop_of(made, control)
@@ -394,9 +416,9 @@ class _Lowering:
             homes = moved
         settled = [home or self._somewhere(var) for var, home in zip(outputs, homes, strict=True)]
         if not self.dry:
-            first, _ = self.settled(entry, inside, settled, decides=True)
+            first = self.settled(scope, entry, inside, at_first, settled, decides=True)
             step_inside, step_outside = step_inputs()
-            again, _ = self.settled(step, step_inside, settled, decides=True)
+            again = self.settled(scope, step, step_inside, found, settled, decides=True)
         registers = scope.set_outputs(outputs, settled)
         if not self.dry:
             scope.tasks.append(Repeat(first, again, outside, step_outside, registers))
@@ -414,6 +436,7 @@ class _Lowering:
 class _Scope:
     """A body while it is lowered."""
 
+    number: int
     main: bool
     registers: int
     known: dict[Any, Known] = field(default_factory=dict)
@@ -437,10 +460,9 @@ def _passed(scope: _Scope, read: Sequence[Any], start: int = 0) -> tuple[list[Kn
     inside, outside = [], []
     for var in read:
         known = scope.known[var]
-        if known.register >= 0:
-            outside.append(known.register)
-            known = Known(start + len(outside) - 1, known.home)
-        inside.append(known)
+        outside.append(known.register)
+        home = known.home
+        inside.append(Known(start + len(outside) - 1, home and Resident(home.slice, home.sharding)))
     return inside, tuple(outside)
 
 

@@ -43,6 +43,12 @@ from pathway.dataflow.placed import pathway_array_p
 MARK = "pathway:control"
 """The name of the `jit` around `pathway.cond`, `switch` and `while_loop`."""
 
+ANCHOR = "pathway:anchor"
+"""The name of the `jit` around a value that is to be on a slice, and computed once: B-2 is not for it."""
+
+REFUSAL = "pathway:refuse:"
+"""How the name of the `jit` around a branch begins that must not be taken; the reason follows."""
+
 Deps = frozenset[int]
 
 
@@ -55,6 +61,41 @@ def marked(fun: Callable[..., Any]) -> Callable[..., Any]:
     control.__name__ = control.__qualname__ = MARK
     jitted: Callable[..., Any] = jax.jit(control)
     return jitted
+
+
+def anchored(value: Any) -> Any:
+    """`value`, which is on some slice from here on; what is already is not copied."""
+
+    def anchor(value: Any) -> Any:
+        return jnp.array(value, copy=True)
+
+    anchor.__name__ = anchor.__qualname__ = ANCHOR
+    return jax.jit(anchor)(value)
+
+
+def refused(reason: str, like: Callable[..., Any]) -> Callable[..., Any]:
+    """A branch with the results of `like` that fails the run for this reason when it is chosen."""
+
+    def refusal(*operands: Any) -> Any:
+        return jax.tree.map(lambda result: jnp.array(result, copy=True), like(*operands))
+
+    refusal.__name__ = refusal.__qualname__ = REFUSAL + reason
+    jitted: Callable[..., Any] = jax.jit(refusal)
+    return jitted
+
+
+def _is_anchor(equation: Equation) -> bool:
+    return equation.primitive.name in ("jit", "pjit") and equation.params["name"] == ANCHOR
+
+
+def reasons_of(control: Control) -> list[str]:
+    """For each branch of a condition why it must not be taken; "" if it may."""
+
+    def reason(branch: Any) -> str:
+        names = [str(equation.params.get("name", "")) for equation in opened(branch)[0].eqns]
+        return next((name.removeprefix(REFUSAL) for name in names if name.startswith(REFUSAL)), "")
+
+    return [reason(branch) for branch in control.equation.params["branches"]]
 
 
 def is_marked(equation: Equation) -> bool:
@@ -192,9 +233,15 @@ def cut(jaxpr: Any, on_hosts: Sequence[bool]) -> Cut:
         inputs, outputs, {}, [], flat.constants, [], {var for var, host in zip(inputs, on_hosts, strict=True) if host}
     )
     made.deps.update((var, frozenset()) for var in inputs if var not in made.hosts)
+    others: dict[Var, Atom] = {}  # by an anchor's output: what it anchors, which is on a slice by itself
     for equation in flat.equations:
+        controls = id(equation) in flat.controls
+        equation = equation.replace(invars=[_read(others, atom) for atom in equation.invars])
+        if _is_anchor(equation) and not made.is_floating(equation.invars[0]):
+            others[equation.outvars[0]] = equation.invars[0]
+            continue
         deps = frozenset[int]().union(*(made.deps_of(atom) for atom in equation.invars))
-        if id(equation) in flat.controls:
+        if controls:
             number = len(made.controls)
             made.controls.append(Control(equation, deps))
             made.deps.update(dict.fromkeys(equation.outvars, deps | {number}))
@@ -202,11 +249,16 @@ def cut(jaxpr: Any, on_hosts: Sequence[bool]) -> Cut:
             made.add(equation, deps)
         else:
             made.floating.append(equation)
+    made.outputs = [_read(others, atom) for atom in outputs]
     return made
 
 
+def _read(names: dict[Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
 def _has_place(equation: Equation) -> bool:
-    if placed_slice(equation) is not None or equation.primitive is pathway_array_p:
+    if placed_slice(equation) is not None or equation.primitive is pathway_array_p or _is_anchor(equation):
         return True
     return any(_has_place(each) for body in inner_jaxprs(equation) for each in opened(body)[0].eqns)
 

@@ -78,6 +78,8 @@ REMATS = frozenset({"remat2", "checkpoint"})
 CALLS = REMATS | {"jit", "pjit", "closed_call", "eval_jaxpr", "core_call", "custom_jvp_call", "custom_vjp_call"}
 """Equations that mean their body: replacing one by its body's equations changes nothing but what XLA may optimise."""
 
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
 
 def call_body(equation: Equation) -> Any:
     """The body of one of `CALLS`."""
@@ -253,7 +255,12 @@ class Interner:
             inputs = tuple(_atom(numbers, atom) for atom in equation.invars)
             for var in equation.outvars:
                 numbers[var] = len(numbers)
-            params = tuple((key, self._parameter(value)) for key, value in sorted(equation.params.items()))
+            rules = equation.primitive.name in _WITH_RULES  # of autodiff, which is over: only the body counts
+            params = tuple(
+                (key, self._parameter(value))
+                for key, value in sorted(equation.params.items())
+                if not rules or is_jaxpr(value)
+            )
             context = repr(getattr(equation.ctx, "compute_type", None)), repr(getattr(equation.ctx, "xla_metadata", 0))
             equations.append((equation.primitive, inputs, tuple(map(_type, equation.outvars)), params, context))
         outputs = tuple(_atom(numbers, atom) for atom in body.outvars)

@@ -43,12 +43,13 @@ class RunPlan(Struct, frozen=True, array_like=True, tag=1):
 
 class Choose(Struct, frozen=True, array_like=True, tag=2):
     """Carry out `branches[decision]`. `inputs[i]` become the first registers of branch i, `outputs` take what it puts
-    out."""
+    out. A branch that is -1 must not be chosen: then the run fails, for the reason in `refusals`."""
 
     decision: int
     branches: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
+    refusals: tuple[str, ...] = ()
 
 
 class Repeat(Struct, frozen=True, array_like=True, tag=3):
@@ -125,7 +126,9 @@ def _calls(task: Task) -> tuple[int, ...]:
     """The bodies that a task carries out."""
     if isinstance(task, RunPlan):
         return ()
-    return task.branches if isinstance(task, Choose) else (task.entry, task.step)
+    if isinstance(task, Choose):
+        return tuple(branch for branch in task.branches if branch >= 0)
+    return task.entry, task.step
 
 
 def decisions_of(body: Body) -> set[int]:
@@ -168,7 +171,9 @@ def _why_task_invalid(script: Script, number: int, task: Task, decisions: set[in
         if len(task.branches) != len(task.inputs) or not task.branches or task.decision not in decisions:
             return "chooses from nothing, or by what no plan of it decides"
         called = [
-            (branch, len(inputs), len(task.outputs)) for branch, inputs in zip(task.branches, task.inputs, strict=True)
+            (branch, len(inputs), len(task.outputs))
+            for branch, inputs in zip(task.branches, task.inputs, strict=True)
+            if branch != -1
         ]
     else:
         carried = len(task.outputs)
@@ -198,7 +203,7 @@ def as_text(script: Script) -> str:
                 lines.append(f"  {made} = plan {task.plan} of {_listed(dict.fromkeys(reads(task)))}")
             elif isinstance(task, Choose):
                 ways = " or ".join(
-                    f"body {branch} of {_listed(inputs)}"
+                    f"body {branch} of {_listed(inputs)}" if branch >= 0 else "failure"
                     for branch, inputs in zip(task.branches, task.inputs, strict=True)
                 )
                 lines.append(f"  {made} = by {_listed((task.decision,))}: {ways}")

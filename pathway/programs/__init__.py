@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathway.programs.layers import sequential_stages, split_layers
+    from pathway.programs.mixtures import Experts, experts, load_balancing_loss, top_k_choices
     from pathway.programs.pipelines import Pipeline, pipeline
     from pathway.programs.replicas import DataParallel, data_parallel
     from pathway.programs.schedules import Arrangement, Pass, Schedule, Shape, Task
@@ -17,29 +18,37 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrangement",
     "DataParallel",
+    "Experts",
     "Pass",
     "Pipeline",
     "Schedule",
     "Shape",
     "Task",
     "data_parallel",
+    "experts",
+    "load_balancing_loss",
     "pipeline",
     "sequential_stages",
     "split_layers",
+    "top_k_choices",
 ]
 
 _HOME = {
     "Arrangement": "schedules",
     "DataParallel": "replicas",
+    "Experts": "mixtures",
     "Pass": "schedules",
     "Pipeline": "pipelines",
     "Schedule": "schedules",
     "Shape": "schedules",
     "Task": "schedules",
     "data_parallel": "replicas",
+    "experts": "mixtures",
+    "load_balancing_loss": "mixtures",
     "pipeline": "pipelines",
     "sequential_stages": "layers",
     "split_layers": "layers",
+    "top_k_choices": "mixtures",
 }
 
 

@@ -375,6 +375,10 @@ class SessionScripts:
             reason = f"a choice of {len(task.branches)} branches cannot be made with {decision!r}"
             self._fail(run, ErrorInfo("ProtocolError", reason), self._now, self._out)
             return
+        if task.branches[decision] < 0:
+            reason = task.refusals[decision] if decision < len(task.refusals) else "it chose what it must not"
+            self._fail(run, ErrorInfo("ProgramError", reason), self._now, self._out)
+            return
         inputs = [self._value(run, frame, register) for register in task.inputs[decision]]
         self._enter(
             run,
