@@ -288,7 +288,7 @@ class Directory(Message, frozen=True, tag=36):
     islands: tuple[IslandEntry, ...]
 
 
-class DirectoryChange(Message, frozen=True, tag=39):
+class DirectoryChange(Message, frozen=True, tag=38):
     """To clients: these islands are formed now, and those are not any more."""
 
     formed: tuple[IslandEntry, ...] = ()
