@@ -302,7 +302,7 @@ class StatusReply(Message, frozen=True, tag=37):
     status: bytes
 
 
-class MemoryAnswer(Message, frozen=True, tag=39):
+class MemoryAnswer(Message, frozen=True, tag=44):
     """(computation, bytes of its temporaries on each device), or why there is no such plan."""
 
     request: int
