@@ -127,6 +127,7 @@ STATUS: dict[str, Any] = {
             "in_flight": 3,
             "queued": 1,
             "credits": 16,
+            "damaged_transfers": 7,
             "buffers": 2,
             "bytes": 3 * 1024 * 1024,
             "memory_limit_bytes": 16 * 1024**3,
@@ -139,7 +140,7 @@ STATUS: dict[str, Any] = {
     "sessions": [
         {
             "session": "ab12",
-            "name": "alice[bold]",
+            "name": "alice[bold]\x1b[2J",
             "connected": False,
             "age_s": 4000.0,
             "slices": 1,
@@ -184,9 +185,11 @@ def test_the_status_as_tables() -> None:
         "1 h 6 min",
         "0-2,5",
         "data=2 x model=2",
+        "damaged transfers",
     ):
         assert part in text
     assert "waits for a credit" in text
+    assert "\x1b" not in text
 
 
 def test_up_runs_a_cluster_until_ctrl_c_and_leaves_nothing() -> None:

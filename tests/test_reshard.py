@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pathway.dataflow.layout import Aval, Layout, Sharding, shard_regions
+from pathway.dataflow import wellformed
+from pathway.dataflow.layout import Aval, Layout, Sharding, numpy_dtype, shard_regions
 from pathway.dataflow.plan import Edge
 from pathway.dataflow.reshard import cost_bytes, edge_bytes, edge_pieces, pieces
+
+DTYPES = sorted(name for name in wellformed.DTYPES if not name.startswith(("key<", "float0")))
+"""All that arrays have in memory: NumPy's and those of ml_dtypes."""
 
 
 def layout(shape, mesh, spec, devices=None, dtype="float32"):
@@ -46,11 +50,7 @@ def cases(draw):
     for _ in range(2):
         sharding = draw(shardings(len(shape)))
         devices = draw(st.permutations(range(16)))[: sharding.device_count]
-        made.append(
-            Layout(
-                Aval(shape, draw(st.sampled_from(["float32", "bfloat16", "int4", "bool"]))), sharding, tuple(devices)
-            )
-        )
+        made.append(Layout(Aval(shape, draw(st.sampled_from(DTYPES))), sharding, tuple(devices)))
     source, target = made
     target = Layout(source.aval, target.sharding, target.devices)
     return (
@@ -180,3 +180,31 @@ def test_thousands_of_shards_take_milliseconds():
     begin = time.perf_counter()
     assert edge_bytes(Edge(0, "a", "b", 0, 0, source, target), 8, 8) == cost_bytes(found)
     assert time.perf_counter() - begin < 0.5
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_every_dtype_arrives_bit_by_bit(case, random):
+    """Shards as bytes, as they travel: cut out of the senders', put together at the receivers', against NumPy."""
+    source, target, source_dph, target_dph, same_island = case
+    if same_island:
+        target_dph = source_dph
+    shape, dtype = source.aval.shape, numpy_dtype(source.aval.dtype)
+    bits = np.frombuffer(random.randbytes(source.aval.size * dtype.itemsize), np.uint8)
+    if source.aval.dtype in ("int4", "uint4", "int2", "uint2", "bool"):
+        bits = bits & (1 if source.aval.dtype == "bool" else 3)  # one number a byte, of so many bits
+    whole = bits.view(dtype).reshape(shape)
+    at = dict(zip(source.devices, shard_regions(shape, source.sharding), strict=True))
+    held = {device: whole[slices(region)].copy() for device, region in at.items()}
+    wanted = dict(zip(target.devices, shard_regions(shape, target.sharding), strict=True))
+    built = {d: np.zeros([stop - start for start, stop in region], dtype) for d, region in wanted.items()}
+    for piece in pieces(source, target, source_dph, target_dph, same_island):
+        within = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(piece.region, at[piece.source], strict=True))
+        travels = held[piece.source][within].tobytes()
+        assert len(travels) == piece.nbytes
+        for device in piece.targets:
+            place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(piece.region, wanted[device], strict=True))
+            arrived = np.frombuffer(travels, dtype).reshape([stop - start for start, stop in piece.region])
+            built[device][place] = arrived
+    for device, region in wanted.items():
+        assert built[device].tobytes() == whole[slices(region)].tobytes()

@@ -137,6 +137,21 @@ def test_status_is_json_and_names_everything() -> None:
     assert "gang 0 waits for edge 2" in reasons
 
 
+def test_damaged_transfers_are_counted_whichever_host_received_them() -> None:
+    world, _ = busy_world()
+    busy = m.ExecutorReport(((5, 3, 4096),), (), 9, damaged_transfers=1)
+    world.say(executor_of("east", 0), busy)
+    world.say(executor_of("east", 0), busy)
+    world.say(executor_of("east", 1), m.ExecutorReport((), (), 0, 2))
+    world.say(executor_of("east", 1), m.ExecutorReport((), (), 0, 4))
+    [island] = world.core.status(world.now)["islands"]
+    assert (island["damaged_transfers"], island["bytes"], island["busy_us"]) == (5, 4096, 9)
+    world.close(executor_of("east", 0))
+    world.wait(1)
+    [island] = world.core.status(world.now)["islands"]
+    assert island["damaged_transfers"] == 5
+
+
 def test_welcome_names_the_scheduler_and_its_terms() -> None:
     world = World()
     [welcome] = sent(world.say("client", hello("client")), "client", m.Welcome)

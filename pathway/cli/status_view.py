@@ -110,6 +110,11 @@ def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
         ],
     )
     yield _table(
+        "damaged transfers received",
+        ("island", ">transfers"),
+        [(island["island"], damaged) for island in status["islands"] if (damaged := island["damaged_transfers"])],
+    )
+    yield _table(
         "sessions",
         ("session", "name", "", ">age", ">slices", ">plans", ">runs", ">submitted", ">buffers", ">bytes"),
         [
@@ -158,8 +163,13 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], em
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(_printable(str(cell))) for cell in row))
     return table
+
+
+def _printable(text: str) -> str:
+    """Without what would steer a terminal: sessions are called what their clients say."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def _bytes(count: int) -> str:

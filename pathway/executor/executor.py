@@ -190,12 +190,15 @@ class Executor:
             self.settle()
 
     async def _heartbeat(self, heartbeat_s: float) -> None:
-        number = 0
+        number = reported = 0
         while self._scheduler is not None:
             number += 1
             self._scheduler.post(m.Ping(number))
             if self._host.index == 0:
                 self._scheduler.post(self._report())
+            elif self._damaged_transfers > reported:
+                reported = self._damaged_transfers
+                self._scheduler.post(m.ExecutorReport((), (), 0, reported))
             self._scheduler.flush()
             self._memory.trim()
             await trio.sleep(heartbeat_s)

@@ -82,6 +82,7 @@ class Island:
     cause: str = ""  # why it was lost last
     losses: int = 0  # in a row, without a long life between them
     rests_until: float = 0.0
+    damaged_transfers: int = 0  # that its hosts have received, in all
     drained: bool = False  # by an administrator: no slice is bound to it
     _entry: IslandEntry | None = None  # of the incarnation that is formed
 

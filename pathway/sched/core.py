@@ -262,9 +262,14 @@ class SchedulerCore:
             self.peers.closed(peer.key, "refused", now, out)
 
     def _executor_report(self, peer: Peer, message: m.ExecutorReport, now: float, out: list[Instruction]) -> None:
-        if peer.lane is not None:
+        if peer.lane is None or peer.executor is None:
+            return
+        island, _, host = peer.executor
+        self.cluster.islands[island].damaged_transfers += max(0, message.damaged_transfers - peer.damaged_transfers)
+        peer.damaged_transfers = message.damaged_transfers
+        if host == 0:
             peer.lane.report = message
-            self.admin.move_idle(self.cluster.islands[peer.lane.island], now, out)
+            self.admin.move_idle(self.cluster.islands[island], now, out)
 
     def _parts_finished(self, peer: Peer, message: m.PartsFinished, now: float, out: list[Instruction]) -> None:
         if peer.lane is not None:

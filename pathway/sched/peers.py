@@ -39,7 +39,19 @@ class PeerSettings:
 class Peer:
     """One connection. Its role decides which of `session`, `host` and `executor` (island, incarnation, host) is set."""
 
-    __slots__ = ("executor", "hello", "host", "key", "lane", "last_heard", "public_key", "role", "session", "vouched")
+    __slots__ = (
+        "damaged_transfers",
+        "executor",
+        "hello",
+        "host",
+        "key",
+        "lane",
+        "last_heard",
+        "public_key",
+        "role",
+        "session",
+        "vouched",
+    )
 
     def __init__(self, key: PeerKey, hello: Hello, public_key: str | None, now: float) -> None:
         self.key = key
@@ -51,6 +63,7 @@ class Peer:
         self.session: Session | None = None
         self.host: Host | None = None
         self.executor: tuple[str, int, int] | None = None
+        self.damaged_transfers = 0  # that an executor has reported
         self.lane: Lane | None = None  # of an executor, while its island is formed
 
 

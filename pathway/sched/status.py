@@ -119,6 +119,7 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
         "queued": len(lane.queue) if lane else 0,
         "credits": core.settings.credits,
         "drained": island.drained,
+        "damaged_transfers": island.damaged_transfers,
         "buffers": sum(buffers for _, buffers, _ in report.bytes_by_session) if report else 0,
         "bytes": sum(size for _, _, size in report.bytes_by_session) if report else 0,
         "memory_limit_bytes": lane.ledger.limit_bytes if lane and lane.ledger else 0,

@@ -499,7 +499,7 @@ class DropPlan(Message, frozen=True, tag=70):
 
 class ExecutorReport(Message, frozen=True, tag=71):
     """Leader -> scheduler, each heartbeat: bytes held per session, and what waits for what: (session, run or plan,
-    reason, since seconds ago)."""
+    reason, since seconds ago). A follower sends one when it has received damaged data, of which alone it then tells."""
 
     bytes_by_session: tuple[tuple[int, int, int], ...]  # session, buffers, bytes
     waits: tuple[tuple[int, int, str, float], ...]
