@@ -22,6 +22,7 @@ from typing import Any
 
 from pathway.errors import ConfigError
 from pathway.sched.core import SchedulerSettings
+from pathway.sched.events import Send
 from pathway.sched.policies import Policy, load_policy
 from pathway.testing.sim_picture import draw
 from pathway.testing.sim_workload import Workload, WorkloadClient, workload_clients
@@ -101,7 +102,7 @@ class Result:
     busy: float  # of the devices of islands on which somebody has a slice
     islands_used: int
     share_error: float  # the largest difference between share and fair share, in parts of the fair share
-    messages_per_run: float  # that the scheduler sent
+    messages_per_run: float  # that the scheduler sent for it
     core_us_per_run: float
     islands_lost: int
     sessions_lost: int
@@ -202,8 +203,8 @@ def _net(scenario: Scenario) -> SimNet:
 
 
 class _Meter:
-    """Measures between `start` and the last `sample`. `core_s`: what the scheduler's core takes for runs, as they are
-    submitted and as they end."""
+    """Measures between `start` and the last `sample`. `core_s`: the processor time that the scheduler's core takes for
+    runs, as they are submitted and as they end; `messages`: what it sends then."""
 
     def __init__(self, net: SimNet) -> None:
         self.used: dict[str, dict[int, float]] = {}
@@ -216,18 +217,18 @@ class _Meter:
         self._sample: dict[int, float] = {}
         self._measuring = False
         self._since_s = 0.0
-        self._first_message = self._first_run = 0
+        self._first_run = 0
         net.gang_ran = self._gang_ran
         handle = net.scheduler.core.handle
 
         def timed(event: Any, now: float) -> Any:
             if not isinstance(getattr(event, "message", None), StartRun | PartsFinished):
                 return handle(event, now)
-            began = time.perf_counter()
-            try:
-                return handle(event, now)
-            finally:
-                self.core_s += time.perf_counter() - began
+            began = time.thread_time()
+            instructions = handle(event, now)
+            self.core_s += time.thread_time() - began
+            self.messages += sum(isinstance(instruction, Send) for instruction in instructions)
+            return instructions
 
         net.scheduler.core.handle = timed  # type: ignore[method-assign]
 
@@ -236,7 +237,7 @@ class _Meter:
         self._measuring = True
         self._since_s = self._net.now
         self.core_s = 0.0
-        self._first_message = self._net.messages
+        self.messages = 0
         self._first_run = sum(client.finished for client in clients)
         for client in clients:
             client.waited_s.clear()
@@ -244,7 +245,6 @@ class _Meter:
     def sample(self) -> dict[int, float]:
         """Seconds of each session since the last sample."""
         taken, self._sample = self._sample, {}
-        self.messages = self._net.messages - self._first_message
         self.runs = sum(client.finished for client in self._clients) - self._first_run
         return taken
 
