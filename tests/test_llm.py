@@ -122,6 +122,30 @@ def test_batches_follow_from_the_step(tmp_path: Path) -> None:
         text.read(tmp_path / "nothing", 16)
 
 
+def test_byte_pairs(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    sentence = "So long as men can breathe or eyes can see, naïve ☕, so long lives this.\n"
+    (tmp_path / "text").write_text(sentence * 200, encoding="utf-8")
+    read = text.read(tmp_path / "text", 16, 300, tmp_path / "run" / "tokenizer.json")
+    content = (sentence * 200).encode()
+    train = read.tokens.decode(read.train.tolist())
+    assert train + read.tokens.decode(read.held_out.tolist()) == content
+    assert train.endswith(b"\n")
+    assert 256 <= read.train.max() < 300
+    assert len(read.train) < len(train) / 2
+    assert read.tokens.decode(read.tokens.encode("not in it: żółw".encode()).tolist()) == "not in it: żółw".encode()
+    again = text.read(tmp_path / "text", 16, 300)
+    np.testing.assert_array_equal(read.train, again.train)  # the same text, the same tokens
+    (tmp_path / "text").write_text(sentence * 100 + "Or not.\n" * 500, encoding="utf-8")
+    saved = text.read(tmp_path / "text", 16, 300, tmp_path / "run" / "tokenizer.json")
+    np.testing.assert_array_equal(saved.tokens.encode(content), read.tokens.encode(content))
+    with pytest.raises(pw.ConfigError, match="cannot have all 256 bytes"):
+        text.read(tmp_path / "text", 16, 100)
+    (tmp_path / "text").write_bytes(b"\xff\xfe" * 1000)
+    with pytest.raises(pw.ConfigError, match="UTF-8"):
+        text.read(tmp_path / "text", 16, 300)
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 optax = pytest.importorskip("optax")

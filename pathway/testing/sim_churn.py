@@ -43,7 +43,10 @@ def churned(islands: int, sessions: int, faults: int, seed: int, span_s: float =
 
     def come(number: int) -> None:
         nonlocal finished
-        finished += sum(client.finished for client in net.clients if client.ended)
+        for client in net.clients:
+            if client.ended:
+                finished += client.finished
+                net.begun.pop(client.session, None)
         net.clients = [client for client in net.clients if not client.ended]
         client = SimClient(net, f"client{number}", RUNS_EACH)
         net.clients.append(client)

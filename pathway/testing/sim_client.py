@@ -108,6 +108,7 @@ class SimClient:
     def kill(self) -> None:
         self.alive = False
         self.ended = True
+        self.net.after(0.1, self._tell_executors)
         if self.link is not None:
             self.link.close("connection reset", by=self)
 
@@ -210,8 +211,14 @@ class SimClient:
         else:
             self.net.after(random.expovariate(3000.0) if random.random() < 0.9 else 0.02, self._step)
 
+    def _tell_executors(self) -> None:
+        """Its links to executors end a little later than itself."""
+        for executor in self.net.executors.values():
+            executor.client_gone(self.session)
+
     def _end(self) -> None:
         self.ended = True
+        self.net.after(0.1, self._tell_executors)
         if self.link is not None and self.net.random.random() < 0.8:
             self.link.finish(self, m.Goodbye())  # else its lease runs out
         elif self.link is not None:

@@ -268,10 +268,10 @@ class SimExecutor:
     def _begin(self, message: m.StartPart, arguments: tuple[int | bytes, ...]) -> None:
         key = (message.session, message.run)
         if self.host == 0:
-            once = (self.island, *key)
-            if once in self.net.begun:
+            begun = self.net.begun.setdefault(message.session, set())
+            if (self.island, message.run) in begun:
                 self.net.fail(f"run {key} begins twice on {self.island}")
-            self.net.begun.add(once)
+            begun.add((self.island, message.run))
             settings = self.net.scheduler.core.settings
             shares = self.hosts * self.per_host + len(self.net.clients)  # groups, and sessions with parts that are late
             if len(self.runs) >= settings.credits * shares:
@@ -375,7 +375,9 @@ class SimExecutor:
 
     def _send_bulk(self, address: str, message: Any) -> None:
         target = self.net.executors.get(address)
-        if target is not None:
+        if target is None:
+            self._bulk.pop(address, None)
+        else:
             if address not in self._bulk:
                 self._bulk[address] = self.net.link(self, target)
             self._bulk[address].send(self, message)
@@ -443,6 +445,11 @@ class SimExecutor:
         self.expected_puts = {key for key in self.expected_puts if key[0] != session}
         self._forget_edges(lambda key: key[0] == session)
         self.last_begun.pop(session, None)
+
+    def client_gone(self, session: int) -> None:
+        """A client's own link has ended: what it sent before its session told of it is not wanted any more."""
+        for key in [key for key in self.parked_puts if key[0] == session]:
+            del self.parked_puts[key]
 
     def check_nothing_left(self) -> None:
         if not self.core.is_idle:

@@ -199,7 +199,7 @@ class SimNet:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self.executors: dict[str, SimExecutor] = {}  # by address; living ones
-        self.begun: set[tuple[str, int, int]] = set()  # (island, session, run)
+        self.begun: dict[int, set[tuple[str, int]]] = {}  # by session: (island, run)
         self.scheduler = SimScheduler(self, settings or SchedulerSettings(credits=self.random.randint(1, 6)))
         self.workers = [
             SimWorker(self, f"island{island}", hosts, host, devices)

@@ -24,15 +24,15 @@ STEPS_IN_FLIGHT = 4
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pathway train",
-        description="Train a language model on the bytes of a text, as pipelines on islands. Goes on from the latest "
-        "checkpoint in the settings' directory.",
+        description="Train a language model on a text, as pipelines on islands. Goes on from the latest checkpoint "
+        "in the settings' directory.",
         epilog="example: pathway train examples/train_lm.toml",
     )
     parser.add_argument("settings", type=Path, help="a TOML file: docs/training.md says what is in it")
     parser.add_argument(
         "--address", metavar="ADDRESS", help="a cluster (default: one on this machine, with an island for each stage)"
     )
-    parser.add_argument("--sample", type=int, default=200, metavar="N", help="write N bytes at the end (%(default)s)")
+    parser.add_argument("--sample", type=int, default=200, metavar="N", help="write N tokens at the end (%(default)s)")
     options = parser.parse_args(argv)
     settings = read_settings(options.settings)
     try:
@@ -80,7 +80,9 @@ def run(trainer: Any, settings: Settings, console: Console) -> None:
                 trainer.save()
     settings.directory.mkdir(parents=True, exist_ok=True)
     curve = settings.directory / "loss.svg"
-    curve.write_text(draw_curves({"training": losses, "held out": held_out}, "loss, in nats a byte"))
+    curve.write_text(
+        draw_curves({"training": losses, "held out": held_out}, f"loss, in nats a {trainer.text.tokens.unit}")
+    )
     if held_out:
         console.print(f"held-out loss {held_out[-1][1]:.4f}; wrote {curve}")
 

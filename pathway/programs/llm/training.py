@@ -19,6 +19,9 @@ from pathway.programs.replicas import data_parallel
 
 Tree = Any
 
+TOKENIZER = "tokenizer.json"
+"""In a training's directory, where tokens are not bytes."""
+
 
 def optimizer_of(train: Train) -> Any:
     """AdamW under a cosine with a warm-up, gradients clipped by their global norm."""
@@ -44,7 +47,7 @@ class Trainer:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         config, parallel, train = settings.model, settings.parallel, settings.train
-        self.text = text.read(settings.text, config.context)
+        self.text = text.read(settings.text, config.context, config.vocabulary, settings.directory / TOKENIZER)
         self.parts = model.stages(config, split_layers(range(config.layers), stages=parallel.stages))
         self.optimizer = optimizer_of(train)
         specs = model.specs(config)
@@ -130,9 +133,10 @@ class Trainer:
         return float(np.mean([float(value) for value in values]))
 
     def sample(self, prompt: bytes, count: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """`prompt`, and so many bytes that the model thinks come next."""
+        """`prompt`, and so many tokens that the model thinks come next."""
         config, rng = self.settings.model, np.random.default_rng(seed)
-        written = list(prompt or b"\n")
+        tokens = self.text.tokens
+        written = [int(token) for token in tokens.encode(prompt or b"\n")]
         for _ in range(count):
             recent = written[-config.context :]
             padded = np.zeros((1, config.context), np.int32)
@@ -140,7 +144,7 @@ class Trainer:
             scores = self._forward(self.params[0], padded).numpy()[0, len(recent) - 1] / temperature
             odds = np.exp(scores - scores.max())
             written.append(int(rng.choice(len(odds), p=odds / odds.sum())))
-        return bytes(written)
+        return tokens.decode(written)
 
     def save(self) -> Any:
         """Write a checkpoint; returns its folder."""
@@ -178,7 +182,7 @@ def islands_for(settings: Settings) -> dict[str, dict[str, int]]:
 def in_one_process(settings: Settings, steps: int) -> list[float]:
     """The losses of the same training in plain JAX, without any cluster: what the trainer's are compared with."""
     config, train = settings.model, settings.train
-    read, optimizer = text.read(settings.text, config.context), optimizer_of(train)
+    read, optimizer = text.read(settings.text, config.context, config.vocabulary), optimizer_of(train)
 
     def loss(params: Tree, inputs: Any, targets: Any) -> Any:
         return model.cross_entropy(model.logits(params, inputs, config), targets)
