@@ -65,6 +65,9 @@ class Settings:
     """A peer for which more than this waits, because it does not take it, is disconnected."""
     shared_memory: bool = True
     """Data between processes of one machine goes through memory that they share, where they can."""
+    transfer: typing.Literal["auto", "pathway", "jax"] = "auto"
+    """How executors send edges to other islands: by Pathway's own links, by jax.experimental.transfer, or by what suits
+    the platform (docs/transfers.md)."""
     keys: str = ""
     """A directory with keys, as `pathway keygen DIR` makes it: each process takes the key of its kind."""
     key: str = ""

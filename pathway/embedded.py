@@ -55,6 +55,7 @@ def start_local_cluster(
     *,
     bind: str = "tcp://127.0.0.1:0",
     keys: str = "",
+    transfer: str | None = None,
     start_timeout_s: float = 60.0,
     device_memory: str = "",
     spill: bool = False,
@@ -64,15 +65,17 @@ def start_local_cluster(
     """Start a scheduler and workers, and wait until all islands are formed. `islands` is their number, or what each is:
     `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4, "device_memory": "1GiB"}}`. `keys` is a directory made
     by `pathway keygen`; without it the cluster has no keys, whatever the settings say. `device_memory` limits that of
-    each device; with `spill`, cold buffers move to host memory when a run needs their room. `environment` is added
-    to that of the children. Raises `ConnectError` with what kept the cluster from coming up."""
+    each device; with `spill`, cold buffers move to host memory when a run needs their room. `transfer` is how edges
+    go from island to island, where the settings are not to say it: pathway, jax or auto (docs/transfers.md).
+    `environment` is added to that of the children. Raises `ConnectError` with what kept the cluster from coming up."""
     wanted = local_islands(islands, hosts_per_island, devices_per_host, platform, device_memory)
     paths = KeyPaths.in_directory(Path(keys), "client") if keys else None
     key_settings = {"PATHWAY_KEYS": keys, "PATHWAY_KEY": "", "PATHWAY_SCHEDULER_KEY": "", "PATHWAY_ALLOWED_KEYS": ""}
+    chosen = {"PATHWAY_TRANSFER": transfer} if transfer is not None else {}
     cluster = LocalCluster(
         wanted,
         preload,
-        {**os.environ, **key_settings, "PATHWAY_LOG_LEVEL": log_level, **(environment or {})},
+        {**os.environ, **key_settings, **chosen, "PATHWAY_LOG_LEVEL": log_level, **(environment or {})},
         paths.identity() if paths is not None else None,
     )
     deadline = time.monotonic() + start_timeout_s

@@ -99,6 +99,7 @@ def _up(options: argparse.Namespace, settings: Settings) -> int:
         keys=settings.keys,
         device_memory=settings.device_memory,
         spill=settings.spill,
+        transfer=settings.transfer,
         environment={"PATHWAY_INSECURE": "1"} if settings.insecure else None,
         log_level=options.log_level or "info",
     ) as cluster:

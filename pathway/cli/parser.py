@@ -85,6 +85,9 @@ def _worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     _device_memory(parser)
     parser.add_argument("--host-address", default="", metavar="IP", help="where the other hosts reach this one")
+    parser.add_argument(
+        "--transfer", choices=("auto", "pathway", "jax"), help="how edges go to other islands (auto: docs/transfers.md)"
+    )
     _insecure(parser)
     _common(parser)
     _child(parser)
@@ -103,6 +106,9 @@ def _up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--platform", default="cpu", metavar="P", help="JAX's name for them (cpu)")
     parser.add_argument("--preload", action="append", default=[], metavar="MODULE", help="import it in executors")
     parser.add_argument("--bind", metavar="ADDRESS", help="where the scheduler listens (tcp://127.0.0.1:7777)")
+    parser.add_argument(
+        "--transfer", choices=("auto", "pathway", "jax"), help="how edges go to other islands (auto: docs/transfers.md)"
+    )
     parser.add_argument(
         "--proxy", nargs="?", const="127.0.0.1:29000", metavar="HOST:PORT",
         help="also serve unchanged JAX programs there (127.0.0.1:29000; docs/proxy.md)",

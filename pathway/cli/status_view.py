@@ -60,13 +60,14 @@ def render(status: dict[str, Any]) -> RenderableType:
 def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
     yield _table(
         "islands",
-        ("island", "state", "#", "platform", ">devices", ">held", ">runs", ">queued", ">buffers", ">bytes"),
+        ("island", "state", "#", "platform", "transfer", ">devices", ">held", ">runs", ">queued", ">buffers", ">bytes"),
         [
             (
                 island["island"],
                 island["state"],
                 island["incarnation"],
                 island["device_kind"] or island["platform"],
+                island["transfer"],
                 f"{len(island['hosts'])} x {island['devices_per_host']}",
                 island["devices_held"],
                 f"{island['in_flight']}/{island['credits']}",

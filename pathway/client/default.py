@@ -47,6 +47,7 @@ def connect(
     priority: int = 0,
     connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     preload: Sequence[str] = (),
+    transfer: str | None = None,
     keys: str | os.PathLike[str] | None = None,
     key: str | os.PathLike[str] | None = None,
     scheduler_key: str | os.PathLike[str] | None = None,
@@ -56,7 +57,8 @@ def connect(
     Without an address, and without `$PATHWAY_ADDRESS`, a cluster is started on this machine and stopped with the
     program: two islands of four CPU devices, or what `islands` says: a number of such islands, or
     `{"front": {"hosts": 2, "devices": 2}, "back": {"devices": 4}}` (devices are per host). `preload` names modules that
-    its executors import, for FFI targets. `weight`, `priority`, `keys`, `key` and `scheduler_key`: see `Client`.
+    its executors import, for FFI targets; `transfer` says how edges go between its islands
+    (docs/transfers.md). `weight`, `priority`, `keys`, `key` and `scheduler_key`: see `Client`.
     """
     global _default
     with _lock:
@@ -76,19 +78,27 @@ def connect(
             "scheduler_key": scheduler_key,
         }
         if address is None:
-            _default = _embedded(islands, preload, options | {"keys": keys or "", "key": "", "scheduler_key": ""})
+            _default = _embedded(
+                islands, preload, transfer, options | {"keys": keys or "", "key": "", "scheduler_key": ""}
+            )
         else:
             _default = Client(address, **options)  # type: ignore[arg-type]
         return _default
 
 
 def _embedded(
-    islands: int | Mapping[str, Mapping[str, Any]] | None, preload: Sequence[str], options: Mapping[str, Any]
+    islands: int | Mapping[str, Mapping[str, Any]] | None,
+    preload: Sequence[str],
+    transfer: str | None,
+    options: Mapping[str, Any],
 ) -> Client:
     from pathway.embedded import start_local_cluster
 
     cluster = start_local_cluster(
-        2 if islands is None else islands, preload=tuple(preload), keys=os.fspath(options["keys"])
+        2 if islands is None else islands,
+        preload=tuple(preload),
+        keys=os.fspath(options["keys"]),
+        transfer=transfer,
     )
     return EmbeddedClient(cluster, **options)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from pathway.dataflow.layout import Layout, Region, numpy_dtype
 from pathway.errors import ErrorInfo, TransferError, to_exception
-from pathway.executor.backend import Backend, HostArray, dense, describe_failure
+from pathway.executor.backend import Array, Backend, HostArray, as_shard, describe_failure
 from pathway.executor.bind import BoundArrival
 from pathway.executor.runs import Run
 from pathway.executor.store import ABSENT, Cell, Poison, Store
@@ -42,7 +42,7 @@ class _Edge:
 
     def __init__(self, bound: BoundArrival) -> None:
         self.bound = bound
-        self.pieces: dict[PieceName, HostArray] = {}
+        self.pieces: dict[PieceName, HostArray | Array] = {}
 
 
 class EdgeArrivals:
@@ -102,8 +102,8 @@ class EdgeArrivals:
         """A piece has come from another executor."""
         self._when_begun(session, run, lambda run: self._take_bytes(run, edge, name, data))
 
-    def array_came(self, session: int, run: int, edge: int, name: PieceName, data: HostArray) -> None:
-        """A piece has come from a device of this very host."""
+    def array_came(self, session: int, run: int, edge: int, name: PieceName, data: HostArray | Array) -> None:
+        """A piece has come from a device of this very host, or to the device that is to have it."""
         self._when_begun(session, run, lambda run: self._take(run, edge, name, data))
 
     def failed(self, session: int, run: int, edge: int, error: ErrorInfo) -> None:
@@ -130,7 +130,7 @@ class EdgeArrivals:
             return
         self._take(run, edge_index, name, piece)
 
-    def _take(self, run: Run, edge_index: int, name: PieceName, piece: HostArray) -> None:
+    def _take(self, run: Run, edge_index: int, name: PieceName, piece: HostArray | Array) -> None:
         edge = run.edges.get(edge_index)
         if edge is None or name not in edge.bound.expected:
             return
@@ -155,13 +155,13 @@ class EdgeArrivals:
             self._report(run.session, run.run, edge_index, error)
 
 
-def _assemble(bound: BoundArrival, pieces: dict[PieceName, HostArray]) -> dict[int, HostArray]:
+def _assemble(bound: BoundArrival, pieces: dict[PieceName, HostArray | Array]) -> dict[int, HostArray | Array]:
     dtype = numpy_dtype(bound.target.aval.dtype)
-    shards = {}
+    shards: dict[int, HostArray | Array] = {}
     for device, region in bound.regions.items():
         names = bound.pieces[device]
         if len(names) == 1 and names[0][1] == region:
-            shards[device] = dense(pieces[names[0]])
+            shards[device] = as_shard(pieces[names[0]])
             continue
         shape = tuple(stop - start for start, stop in region)
         whole = aligned_empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)

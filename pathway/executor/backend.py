@@ -47,6 +47,9 @@ Launch = Callable[[Sequence[Array], list[Any]], list[Array]]
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
+PINNED = "pinned_host"
+"""The kind of memory that belongs to the host, and that devices reach by themselves."""
+
 QUICK_VIEW_BYTES = 4096
 """Replicated arrays up to this size are viewed as they are, several times quicker than through a shard. The view stays
 with the array, so a later donation copies it (X-3), which at this size costs nothing."""
@@ -116,6 +119,8 @@ class Backend:
         self.device_kind: str = self.devices[self.local[0]].device_kind
         self.has_host_memory = platform == "cpu"  # so that a view costs nothing
         self.memory_bytes = _memory_bytes([self.devices[index] for index in self.local])
+        kinds = {memory.kind for memory in self.devices[self.local[0]].addressable_memories()}
+        self._has_pinned_memory = PINNED in kinds
         self._cache = cache
         self._runtime = (
             jax.__version__,
@@ -240,7 +245,7 @@ class Backend:
         local = self.local
         return any(device in local for device in layout.devices)
 
-    def array(self, layout: Layout, shards: Mapping[int, HostArray]) -> Array:
+    def array(self, layout: Layout, shards: Mapping[int, HostArray | Array]) -> Array:
         """The array whose shards on this host's devices are `shards`, by island index. The data is not copied where
         that can be avoided, so it must never change; it is kept alive."""
         aval = layout.aval
@@ -288,9 +293,29 @@ class Backend:
         Waits for it. Raises what the computation of it raised."""
         if array.nbytes <= QUICK_VIEW_BYTES and layout.sharding.is_replicated:
             return np.asarray(array, order="C")
+        return np.asarray(self._on_host(self.shard(array, layout, device)), order="C")
+
+    def shard(self, array: Array, layout: Layout, device: int) -> Array:
+        """The shard on `device`, one of this host's, as an array of its own (X-3)."""
         local = [index for index in layout.devices if index in self.local]
-        shard = array.addressable_data(local.index(device))  # X-3: through an object of its own
-        return np.asarray(shard, order="C")
+        return array.addressable_data(local.index(device))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def part_of_shard(shard: Array, within: tuple[slice, ...]) -> Array:
+        """A part of a shard on the same device: always a copy, which outlives a donation of the shard. Returns at
+        once."""
+        whole = all(part == slice(0, size) for part, size in zip(within, shard.shape, strict=True))
+        return shard.copy() if whole else shard[within]
+
+    def _on_host(self, shard: Array) -> Array:
+        """The shard, on its way to memory from which numpy can take it: pinned, where the platform has such, for it is
+        what devices copy to without a detour."""
+        if self.has_host_memory:
+            return shard
+        if self._has_pinned_memory:
+            return jax.device_put(shard, shard.sharding.with_memory_kind(PINNED))
+        shard.copy_to_host_async()
+        return shard
 
 
 def _memory_bytes(devices: Sequence[jax.Device]) -> int:
@@ -343,6 +368,11 @@ def _aval(kind: Any) -> Aval:
     except ValueError:
         raise CompileError(f"UNIMPLEMENTED: the program takes or gives a {kind}") from None
     return Aval(tuple(tensor.shape), dtype_of_element(str(tensor.element_type)))
+
+
+def as_shard(piece: HostArray | Array) -> HostArray | Array:
+    """What a device's shard can be made of: an array that is on a device as it is, and other elements dense."""
+    return piece if isinstance(piece, jax.Array) else dense(piece)
 
 
 def dense(view: HostArray) -> HostArray:

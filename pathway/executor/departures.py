@@ -19,24 +19,71 @@ from pathway.executor.completion import Lanes
 from pathway.executor.links import PeerLinks
 from pathway.executor.runs import Run
 from pathway.executor.store import ABSENT, Cell, Poison, Store
+from pathway.executor.transfers import EdgeTransfer
 from pathway.transport import messages as m
 from pathway.transport.bulk import BulkSender, HostBytes, as_bytes
 from pathway.transport.shm import Loan
 
 
-class EdgeDepartures:
-    """Sends values along edges. Implements `runs.Sender`."""
+class BulkTransfer:
+    """Pieces by the links of this package. An `EdgeTransfer`."""
 
-    def __init__(self, host: Host, backend: xla.Backend, links: PeerLinks, arrivals: EdgeArrivals) -> None:
+    def __init__(self, backend: xla.Backend, links: PeerLinks) -> None:
+        self._backend = backend
+        self._links = links
+        self._transfers = itertools.count(1)
+
+    def is_quick(self, send: BoundSend) -> bool:
+        """What is copied for it is small."""
+        return self._backend.has_host_memory and sum(piece.nbytes for piece in send.pieces) <= m.CHUNK_BYTES
+
+    def pack(self, send: BoundSend, pieces: list[OutgoingPiece], value: Any) -> list[Any]:
+        packed_pieces: list[HostBytes | Loan] = []
+        try:
+            views = {piece.source: self._backend.view(value, send.source, piece.source) for piece in pieces}
+            for piece in pieces:
+                part = views[piece.source][piece.within]
+                loan = self._links.lend(send.target_island, piece.target_host, part.nbytes)
+                packed_pieces.append(packed(part, loan))
+        except BaseException:
+            withdraw(packed_pieces)
+            raise
+        return packed_pieces
+
+    def send(self, run: Run, send: BoundSend, piece: OutgoingPiece, packed: Any) -> None:
+        transfer = next(self._transfers)
+        header = m.EdgeShard(
+            transfer, run.session, run.run, send.edge, piece.device, piece.region, packed.nbytes
+        )  # fmt: skip
+        self._links.send_bulk(send.target_island, piece.target_host, header, transfer, packed)
+
+
+class EdgeDepartures:
+    """Sends values along edges. Implements `runs.Sender`. `by_jax` is what goes to islands that take it so."""
+
+    def __init__(
+        self,
+        host: Host,
+        backend: xla.Backend,
+        links: PeerLinks,
+        arrivals: EdgeArrivals,
+        by_jax: EdgeTransfer | None = None,
+    ) -> None:
         self._host = host
         self._backend = backend
         self._links = links
         self._arrivals = arrivals
-        self._transfers = itertools.count(1)
+        self._bulk = BulkTransfer(backend, links)
+        self._by_jax = by_jax
+
+    def _way(self, send: BoundSend) -> EdgeTransfer:
+        if self._by_jax is not None and self._links.takes_by_jax(send.target_island):
+            return self._by_jax
+        return self._bulk
 
     def is_quick(self, send: BoundSend) -> bool:
-        """Whether sending a computed value may be done in the trio thread: what is copied for it is small."""
-        return self._backend.has_host_memory and sum(piece.nbytes for piece in send.pieces) <= m.CHUNK_BYTES
+        """Whether sending a computed value may be done in the trio thread."""
+        return self._way(send).is_quick(send)
 
     def push(self, run: Run, send: BoundSend, value: Any) -> None:
         """Send a computed value. Trio thread."""
@@ -44,39 +91,28 @@ class EdgeDepartures:
 
     def prepare(self, run: Run, send: BoundSend, value: Any) -> Callable[[], None]:
         """Wait for the value; return what sends it. Any thread."""
-        data: list[Any] = []
+        way = self._way(send)
+        here = [piece for piece in send.pieces if self._is_here(send, piece)]
+        away = [piece for piece in send.pieces if not self._is_here(send, piece)]
         try:
-            views = {piece.source: self._backend.view(value, send.source, piece.source) for piece in send.pieces}
-            for piece in send.pieces:
-                part = views[piece.source][piece.within]
-                if self._is_here(send, piece):
-                    data.append(part)
-                else:
-                    loan = self._links.lend(send.target_island, piece.target_host, part.nbytes)
-                    data.append(packed(part, loan))
+            views = {piece.source: self._backend.view(value, send.source, piece.source) for piece in here}
+            data = way.pack(send, away, value) if away else []
         except Exception as caught:
             error = xla.describe_failure(caught)
-            withdraw(data)
             return lambda: self.fail(run, send, error)
 
         def post() -> None:
-            for piece, part in zip(send.pieces, data, strict=True):
-                self._post(run, send, piece, part)
+            for piece in here:
+                name = (piece.device, piece.region)
+                part = views[piece.source][piece.within]
+                self._arrivals.array_came(run.session, run.run, send.edge, name, part)
+            for piece, part in zip(away, data, strict=True):
+                way.send(run, send, piece, part)
 
         return post
 
     def _is_here(self, send: BoundSend, piece: OutgoingPiece) -> bool:
         return send.target_island == self._host.island and piece.target_host == self._host.index
-
-    def _post(self, run: Run, send: BoundSend, piece: OutgoingPiece, data: Any) -> None:
-        if self._is_here(send, piece):
-            self._arrivals.array_came(run.session, run.run, send.edge, (piece.device, piece.region), data)
-            return
-        transfer = next(self._transfers)
-        header = m.EdgeShard(
-            transfer, run.session, run.run, send.edge, piece.device, piece.region, data.nbytes
-        )  # fmt: skip
-        self._links.send_bulk(send.target_island, piece.target_host, header, transfer, data)
 
     def fail(self, run: Run, send: BoundSend, error: ErrorInfo) -> None:
         """Tell the other side that nothing will come. Trio thread."""

@@ -23,7 +23,7 @@ import msgspec
 import trio
 
 from pathway.dataflow.plan import Part
-from pathway.errors import ErrorInfo, PathwayError, describe
+from pathway.errors import ErrorInfo, PathwayError, ProtocolError, describe
 from pathway.executor import gangs as g
 from pathway.executor.arrivals import EdgeArrivals, PutArrivals
 from pathway.executor.assembly import Assemblies
@@ -33,6 +33,7 @@ from pathway.executor.compiler import Compiler, Failures
 from pathway.executor.completion import Lanes, Outbox
 from pathway.executor.departures import EdgeDepartures, Fetches
 from pathway.executor.follower import FollowerCore
+from pathway.executor.jax_transfer import JaxTransfer
 from pathway.executor.leader import LeaderCore
 from pathway.executor.links import PeerLinks
 from pathway.executor.peers import PeerSocket
@@ -40,6 +41,7 @@ from pathway.executor.profiling import Profiling
 from pathway.executor.runs import Launcher, Run
 from pathway.executor.store import Store
 from pathway.executor.trace import Tracing
+from pathway.executor.transfers import JAX, PATHWAY
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
 from pathway.transport.bulk import BulkSender, HostBytes
@@ -68,6 +70,7 @@ class Settings:
     identity: Identity | None = None
     shared_memory: bool = True
     device_memory_bytes: int = 0  # of each device; 0: what the devices say themselves
+    transfer: str = PATHWAY
 
 
 class Executor:
@@ -105,7 +108,12 @@ class Executor:
         self._edges = EdgeArrivals(backend, self._edge_arrived, self._store.is_closed)
         self._puts = PutArrivals(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
         self._assemblies = Assemblies(backend, self._store, self._buffer_arrived, partial(local_nbytes, host=host))
-        departures = EdgeDepartures(host, backend, self._links, self._edges)
+        self._by_jax: JaxTransfer | None = None
+        if settings.transfer == JAX:
+            self._by_jax = JaxTransfer(
+                backend, settings.peer_host, self._links, self._edges, self._outbox, self._call_later
+            )
+        departures = EdgeDepartures(host, backend, self._links, self._edges, self._by_jax)
         self._fetches = Fetches(backend, self._store, self._lanes)
         self._launcher = Launcher(host, self._store, self._lanes, self._outbox, departures, self)
         self._tracing = Tracing(self._launcher)
@@ -156,6 +164,7 @@ class Executor:
                 self._host.devices_per_host,
                 os.getpid(),
                 self._settings.device_memory_bytes or self._backend.memory_bytes,
+                self._settings.transfer,
             )
         )
         self._scheduler.flush()
@@ -442,6 +451,19 @@ class Executor:
 
     def edge_failed(self, message: m.EdgeFailed) -> None:
         self._edges.failed(message.session, message.run, message.edge, message.error)
+
+    def edge_piece_offered(self, message: m.EdgeOffer, sender: str, post: Callable[[m.Message], None]) -> None:
+        if self._by_jax is None:
+            raise ProtocolError("this executor takes no edges by JAX")
+        self._by_jax.received(message, sender, post)
+
+    def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        async def call() -> None:
+            await trio.sleep(delay_s)
+            function()
+            self.settle()
+
+        self._nursery.start_soon(call)
 
     def put_region_came(self, message: m.PutShard, data: HostBytes) -> None:
         self._puts.bytes_came(message.session, message.buffer, message.region, data)

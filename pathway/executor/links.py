@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import trio
 
 from pathway.errors import ConnectError, PathwayError
+from pathway.executor.transfers import JAX
 from pathway.transport import messages as m
 from pathway.transport.bulk import HostBytes
 from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
@@ -60,6 +61,12 @@ class PeerLinks:
         self._identity = identity
         self._islands: dict[str, m.IslandEntry] = {}
         self._peers: dict[str, _Peer] = {}
+        self._offer_taken: Callable[[str, int], None] | None = None
+        self._link_ended: Callable[[str], None] | None = None
+
+    def when_link_ends(self, ended: Callable[[str], None], taken: Callable[[str, int], None]) -> None:
+        """Have `ended` called with the address of every link that ends, and `taken` for every `OfferTaken`."""
+        self._link_ended, self._offer_taken = ended, taken
 
     # -- the directory -----------------------------------------------------------------------------------------------
 
@@ -75,6 +82,11 @@ class PeerLinks:
 
     def devices_per_host(self) -> Mapping[str, int]:
         return {name: entry.devices_per_host for name, entry in self._islands.items()}
+
+    def takes_by_jax(self, island: str) -> bool:
+        """Whether the island's executors pull what is offered through JAX."""
+        entry = self._islands.get(island)
+        return entry is not None and entry.transfer == JAX
 
     def address(self, island: str, host: int) -> str | None:
         entry = self._islands.get(island)
@@ -180,8 +192,12 @@ class PeerLinks:
                         log.error("the executor at %s refuses this one: %s", peer.address, message.reason)
                     elif type(message) in BULK:
                         link.bulk.received(message, None)  # it sends no bulk, and so no blobs
+                    elif isinstance(message, m.OfferTaken) and self._offer_taken is not None:
+                        self._offer_taken(peer.address, message.uuid)
             link.dealer.flush()
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
+        if self._link_ended is not None:
+            self._link_ended(peer.address)

@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--parent-fd", type=int, default=-1)
     arguments.add_argument("--peer-host", default="", help="the interface to listen on")
     arguments.add_argument("--device-memory-bytes", type=int, default=0, help="of each device, for programs")
+    arguments.add_argument("--transfer", default="auto", choices=("auto", "pathway", "jax"))
     arguments.add_argument("--preload", action="append", default=[], metavar="MODULE")
     arguments.add_argument("--cache-dir", default="", help="of compiled computations; - for none")
     arguments.add_argument("--key", metavar="FILE", help="our own key pair")
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pathway.executor.bind import Host
     from pathway.executor.compile_cache import CompileCache, default_directory
     from pathway.executor.executor import LeaderLost, Settings
+    from pathway.executor.transfers import choose_transfer
     from pathway.transport.memory import keep_heap_warm
     from pathway.transport.security import KeyPaths
 
@@ -86,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = Host(options.island, options.incarnation, options.hosts, options.host_index, options.devices)
     backend = Backend(options.platform, options.devices, options.hosts, options.host_index, options.coordinator, cache)
     share = load_settings().shared_memory
+    transfer = choose_transfer(options.transfer, options.platform, identity is not None)
     settings = Settings(
-        options.scheduler, host, options.platform, peer_host, identity, share, options.device_memory_bytes
+        options.scheduler, host, options.platform, peer_host, identity, share, options.device_memory_bytes, transfer
     )
     if cache is not None:
         threading.Thread(target=cache.prune, name="pathway-prune", daemon=True).start()

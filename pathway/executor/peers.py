@@ -38,6 +38,8 @@ class Owner(Protocol):
 
     def edge_failed(self, message: m.EdgeFailed) -> None: ...
 
+    def edge_piece_offered(self, message: m.EdgeOffer, sender: str, post: Post) -> None: ...
+
     def put_region_came(self, message: m.PutShard, data: HostBytes) -> None: ...
 
     def put_region_damaged(self, message: m.PutShard, sender: str, given: int, found: int) -> None: ...
@@ -156,6 +158,8 @@ class PeerSocket:
                 owner.fetch(message, peer.post, peer.bulk.sender)
             case m.EdgeShard():
                 self._header(peer, message, blob, owner.edge_piece_came, owner.edge_piece_damaged)
+            case m.EdgeOffer():
+                owner.edge_piece_offered(message, peer.name, peer.post)
             case m.PutShard():
                 self._header(peer, message, blob, owner.put_region_came, owner.put_region_damaged)
             case m.EdgeFailed():

@@ -44,6 +44,7 @@ from pathway.executor.supervision import (
     Tick,
     WorkerCore,
 )
+from pathway.executor.transfers import check_choice
 from pathway.processes import ParentPipe, cause_of_exit, is_stopped, oom_kills
 from pathway.transport.link import QUICK_SILENCE
 from pathway.transport.messages import FormIsland, HostJoined, Message
@@ -80,6 +81,7 @@ async def supervise(options: WorkerOptions, settings: Settings) -> Exit:
     keys = settings.key_paths("worker")
     listening = options.host_address or address_towards(options.scheduler)
     refuse_open_bind(f"tcp://{listening}:0", keys, settings.insecure, "this worker's address")
+    check_choice(settings.transfer, keys is not None)
     return await Worker(options, settings, keys).run()
 
 
@@ -195,7 +197,7 @@ class Worker:
     # -- the child ----------------------------------------------------------------------------------------------------
 
     def _start_child(self, form: FormIsland) -> None:
-        command = executor_command(self._options, form, self._host, self._keys)
+        command = executor_command(self._options, form, self._host, self._keys, self._settings.transfer)
         try:
             self._child = _Child(command, executor_environment(self._options))
         except OSError as error:
@@ -298,7 +300,9 @@ _CHATTER = (b"[Gloo] Rank ",)
 """What libraries print, on stdout, at every start."""
 
 
-def executor_command(options: WorkerOptions, form: FormIsland, host: str, keys: KeyPaths | None) -> list[str]:
+def executor_command(
+    options: WorkerOptions, form: FormIsland, host: str, keys: KeyPaths | None, transfer: str
+) -> list[str]:
     """How the executor child is started. Paths of keys are passed, never keys (K-1)."""
     command = [sys.executable, "-m", "pathway.executor.main"]
     for flag, value in (
@@ -312,6 +316,7 @@ def executor_command(options: WorkerOptions, form: FormIsland, host: str, keys: 
         ("--coordinator", form.coordinator_address),
         ("--device-memory-bytes", options.device_memory_bytes),
         ("--peer-host", host),
+        ("--transfer", transfer),
     ):
         command += [flag, str(value)]
     for module in options.preload:

@@ -107,6 +107,7 @@ class Island:
             devices_per_host=self.devices_per_host,
             hosts=tuple(ready.peer_address for ready in executors),
             device_kind=executors[0].device_kind,
+            transfer=executors[0].transfer,
         )
         return self._entry
 

@@ -99,6 +99,7 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
         "incarnation": island.incarnation,
         "platform": island.platform,
         "device_kind": island.entry.device_kind if lane else "",
+        "transfer": island.entry.transfer if lane else "",
         "devices": island.devices,
         "devices_per_host": island.devices_per_host,
         "devices_held": len(held),

@@ -280,6 +280,7 @@ class IslandEntry(Struct, frozen=True, array_like=True):
     devices_per_host: int
     hosts: tuple[str, ...]
     device_kind: str = ""
+    transfer: str = "pathway"  # how its executors take edges: see `executor.transfers`
 
 
 class Directory(Message, frozen=True, tag=36):
@@ -410,6 +411,7 @@ class ExecutorReady(Message, frozen=True, tag=60):
     devices: int
     pid: int
     memory_bytes: int = 0  # of each device, for programs; 0: nobody knows, and nothing is limited
+    transfer: str = "pathway"
 
 
 class RegisterPart(Message, frozen=True, tag=61):
@@ -630,6 +632,25 @@ class EdgeShard(Message, frozen=True, tag=90):
     region: tuple[tuple[int, int], ...]
     nbytes: int
     checksum: int = 0
+
+
+class EdgeOffer(Message, frozen=True, tag=105):
+    """As `EdgeShard`, of a piece that the sender's server of jax.experimental.transfer, at `address`, has as `uuid`."""
+
+    uuid: int
+    session: int
+    run: int
+    edge: int
+    device: int
+    region: tuple[tuple[int, int], ...]
+    dtype: str
+    address: str
+
+
+class OfferTaken(Message, frozen=True, tag=106):
+    """The sender of an `EdgeOffer` need not remember it any more."""
+
+    uuid: int
 
 
 class EdgeFailed(Message, frozen=True, tag=91):

@@ -92,6 +92,7 @@ EXECUTOR_MAY_SEND_TO_EXECUTOR = (
         m.GangsDone,
         m.GangFailed,
         m.EdgeShard,
+        m.EdgeOffer,
         m.EdgeFailed,
     }
 )
