@@ -118,6 +118,7 @@ STATUS: dict[str, Any] = {
             "incarnation": 2,
             "platform": "cpu",
             "device_kind": "",
+            "transfer": "pathway",
             "devices": 8,
             "devices_per_host": 4,
             "devices_held": 6,

@@ -54,20 +54,28 @@ def render(status: dict[str, Any]) -> RenderableType:
         f"{status['version']}  {status['state']} for {_duration(status['uptime_s'])}, {status['runs']} runs active, ",
         f"{status['computations']} computations ({_bytes(status['computation_bytes'])})",
     )
-    return Group(head, *_tables(status))
+    return Group(head, *_tables(status), Text(_ways(status["islands"])))
+
+
+def _ways(islands: list[dict[str, Any]]) -> str:
+    """How edges go, and to which islands where not to all alike."""
+    ways = sorted({island["transfer"] for island in islands} - {""})
+    if len(ways) < 2:
+        return f"edges between islands go by {ways[0]}" if ways else ""
+    named = {way: ", ".join(island["island"] for island in islands if island["transfer"] == way) for way in ways}
+    return "\n".join(f"edges to {names} go by {way}" for way, names in named.items())
 
 
 def _tables(status: dict[str, Any]) -> Iterator[RenderableType]:
     yield _table(
         "islands",
-        ("island", "state", "#", "platform", "transfer", ">devices", ">held", ">runs", ">queued", ">buffers", ">bytes"),
+        ("island", "state", "#", "platform", ">devices", ">held", ">runs", ">queued", ">buffers", ">bytes"),
         [
             (
                 island["island"],
                 island["state"],
                 island["incarnation"],
                 island["device_kind"] or island["platform"],
-                island["transfer"],
                 f"{len(island['hosts'])} x {island['devices_per_host']}",
                 island["devices_held"],
                 f"{island['in_flight']}/{island['credits']}",

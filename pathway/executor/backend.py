@@ -298,7 +298,7 @@ class Backend:
     def shard(self, array: Array, layout: Layout, device: int) -> Array:
         """The shard on `device`, one of this host's, as an array of its own (X-3)."""
         local = [index for index in layout.devices if index in self.local]
-        return array.addressable_data(local.index(device))  # type: ignore[no-any-return]
+        return array.addressable_data(local.index(device))
 
     @staticmethod
     def part_of_shard(shard: Array, within: tuple[slice, ...]) -> Array:
@@ -313,7 +313,7 @@ class Backend:
         if self.has_host_memory:
             return shard
         if self._has_pinned_memory:
-            return jax.device_put(shard, shard.sharding.with_memory_kind(PINNED))
+            return jax.device_put(shard, shard.sharding.with_memory_kind(PINNED))  # type: ignore[no-any-return]
         shard.copy_to_host_async()
         return shard
 
