@@ -200,6 +200,22 @@ def test_a_session_is_resumed_by_the_key_that_opened_it() -> None:
     assert resumed.peer == ALICE
 
 
+def test_guessed_numbers_reach_nothing_of_anybody_else() -> None:
+    """mallory says all that a client can about the numbers that alice has, of slices, plans, runs and buffers."""
+    cluster, alice, _ = two_clients()
+    own = payload(part("east", *alice.devices))
+    cluster.say(ALICE, m.RegisterPlan(1, "own", (own,)))
+    cluster.say(ALICE, m.PutBuffer(5, "east", 1, layout(*alice.devices), b"x" * 32))
+    cluster.say(ALICE, run(1, 1))
+    [session] = [one for one in cluster.core.clients.sessions.values() if one.peer == ALICE]
+    before = (dict(session.plans), dict(session.runs), dict(session.slices), session.last_run)
+    guesses = [m.CancelRun(1), m.ReleasePlan(1), m.ReleaseSlice(1), m.ReleaseBuffers("east", 1, (5,)), run(1, 1)]
+    for guess in guesses:
+        for answer in cluster.say(MALLORY, guess):
+            assert getattr(answer, "session", session.id + 1) != session.id, answer  # nothing in alice's name
+    assert before == (dict(session.plans), dict(session.runs), dict(session.slices), session.last_run)
+
+
 def test_a_plan_number_is_used_once() -> None:
     """Executors keep what came first under a number: what came later would be checked, and the first would run."""
     cluster, alice, _ = two_clients()

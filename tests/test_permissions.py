@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pathway.content import content_key
 from pathway.errors import ErrorInfo, PermissionDeniedError
 from pathway.transport import messages as m
 from pathway.transport.keys import Entry, KeyPair, Role
 from pathway.transport.permissions import (
+    CLIENT_MAY_SEND_TO_EXECUTOR,
     MAY_SEND_TO_SCHEDULER,
     PeerPermit,
     admit_to_executor,
@@ -19,6 +21,7 @@ from pathway.transport.permissions import (
     new_secret,
     token,
 )
+from tests.hostile import Hostile
 
 ALICE, BOB = KeyPair.random().public, KeyPair.random().public
 SECRET = new_secret()
@@ -162,6 +165,23 @@ def test_a_link_reaches_its_own_session_only() -> None:
             permit.check(message)
     with pytest.raises(PermissionDeniedError, match="an executor may not send"):
         inside.check(m.Fetch(1, 7, 1, (0,)))
+
+
+def test_every_message_that_names_a_session_is_checked_against_its_link() -> None:
+    """All other ids (slices, buffers, plans, runs) are numbered within the session of the connection, so that what
+    others have has no name there. A new message that names a session would be found by this test."""
+    for kind in MAY_SEND_TO_SCHEDULER["client"]:
+        assert "session" not in kind.__struct_fields__, f"{kind.__name__} is believed about whose it is"
+    hostile, permit = Hostile(3), PeerPermit(7)
+    for kind in sorted(CLIENT_MAY_SEND_TO_EXECUTOR, key=str):
+        message = hostile.message(kind)
+        if "session" not in kind.__struct_fields__:
+            permit.check(message)
+            continue
+        permit.check(replace(message, session=7))
+        for guess in (0, 6, 8, 1 << 62, -7):
+            with pytest.raises(PermissionDeniedError, match="somebody else"):
+                permit.check(replace(message, session=guess))
 
 
 def test_the_access_list_hides_its_secret() -> None:
