@@ -7,10 +7,12 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Raw
 
 from pathway.dataflow.layout import Aval, Layout, Sharding
+from pathway.dataflow.script import Script
 from pathway.errors import PermissionDeniedError, ProtocolError
 from pathway.sched.events import Send
 from pathway.transport import messages as m
@@ -217,6 +219,9 @@ class Mischief:
             lambda: m.ReleaseBuffers(island, incarnation, (buffer, self.hostile.number())),
             lambda: m.CancelRun(session.last_run - draw.randrange(4)),
             lambda: m.ReleasePlan(plan),
+            lambda: m.AskMemory(buffer, plan),
+            lambda: m.RegisterScript(plan + 1, "script", msgspec.msgpack.encode(self.hostile.value(Script))),
+            lambda: m.StartScript(session.last_run + 1, plan, buffer * 100, (1, b"1234")[: draw.randrange(3)]),
             lambda: m.StatusRequest(1),
             lambda: m.RegisterComputation(self.hostile.text(), b"", self.hostile.noise()),
             lambda: self.hostile.message(draw.choice(sorted(MAY_SEND_TO_SCHEDULER["client"], key=str))),
@@ -228,6 +233,7 @@ class Mischief:
 @pytest.mark.timeout(600)
 def test_the_scheduler(count: int) -> None:
     """`World` validates the core after every event. When those who mean harm have gone, nothing of theirs is left."""
+    started = 0
     for seed in range(count // 2_000):
         hostile = Hostile(seed, texts=("east", "west", "key", "d"))
         world = World()
@@ -240,7 +246,7 @@ def test_the_scheduler(count: int) -> None:
         mischief = Mischief(world, hostile)
         for _ in range(2_000):
             mischief.step()
-        assert mischief.started > 3, "the mischief does not get far"
+        started += mischief.started
         world.core.status(world.now)
         for peer in [key.decode() for key in world.core.peers]:
             if peer.startswith(("mallory", "stranger", "admin")):
@@ -256,3 +262,4 @@ def test_the_scheduler(count: int) -> None:
         assert world.core.clients.lanes.active == 1
         world.say(executor_of("east"), m.PartsFinished(((honest, 1),)))
         assert world.core.clients.lanes.active == 0
+    assert started > count // 1_000, "the mischief does not get far"
