@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -31,6 +32,7 @@ from pathway.transport.messages import (
     Welcome,
     decode,
 )
+from pathway.transport.readiness import Readiness
 from pathway.transport.sockets import Dealer, Delivery, PeerGone, Router, hello
 from pathway.version import PROTOCOL_VERSION, __version__
 
@@ -370,6 +372,36 @@ def test_closing_ends_a_waiting_receiver() -> None:
             await trio.testing.wait_all_tasks_blocked()
             router.close()
             router.close()
+
+    run(main)
+
+
+def test_a_receiver_that_is_closed_as_it_wakes_up() -> None:
+    """Something has come for the one that waits, and before it goes on another task, woken with it, closes the link."""
+
+    async def main() -> None:
+        closed_first = 0
+        for _ in range(40):  # trio shuffles the tasks that wake up together
+            reading, writing = os.pipe()
+            readiness, other = Readiness(reading), Readiness(reading)
+            woken = []
+
+            async def wait(readiness: Readiness = readiness, woken: list[str] = woken) -> None:
+                with contextlib.suppress(trio.ClosedResourceError):
+                    await readiness.wait()
+                    woken.append("woken")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                await trio.testing.wait_all_tasks_blocked()
+                os.write(writing, b"x")
+                await other.wait()
+                readiness.close()
+                closed_first += not woken
+            other.close()
+            os.close(reading)
+            os.close(writing)
+        assert closed_first
 
     run(main)
 

@@ -34,12 +34,14 @@ class Readiness:
 
     async def wait(self) -> None:
         """Until a descriptor is readable or the bell was rung since the last `look`, and look. May return without
-        cause."""
+        cause. Raises `trio.ClosedResourceError` where it is closed meanwhile."""
         self.parked = True
         try:
             await trio.lowlevel.wait_readable(self._epoll.fileno())
         finally:
             self.parked = False
+        if self._epoll.closed:  # by another task, after something had come and before this one went on
+            raise trio.ClosedResourceError("the link is closed")
         self.look()
 
     def look(self) -> None:
