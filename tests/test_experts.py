@@ -15,7 +15,7 @@ import pathway as pw
 from pathway.client.route import row_sizes
 from pathway.programs import experts, load_balancing_loss, top_k_choices
 
-ROWS, WIDTH, EXPERTS = 10, 3, 4
+ROWS, WIDTH, EXPERTS = 8, 3, 4
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
 PARAMS = [
@@ -88,16 +88,16 @@ def test_gradients_equal_those_of_the_dense_reference(mixture: Any) -> None:
 def test_a_capacity_drops_the_choices_that_come_last(mixture: Any) -> None:
     _, _, program, params = mixture
     scores = scores_for(2)
-    rows, _ = program(params, X, scores, 1, 2.0)  # twice an even share of 10 rows over 4 experts
+    rows, _ = program(params, X, scores, 1, 2.0)  # twice an even share of 8 rows over 4 experts
     made = np.asarray(feed_forward(PARAMS[2], np.tanh(X)))
-    np.testing.assert_allclose(rows.numpy(), np.where(np.arange(ROWS)[:, None] < 5, made, 0), rtol=1e-5)
+    np.testing.assert_allclose(rows.numpy(), np.where(np.arange(ROWS)[:, None] < 4, made, 0), rtol=1e-5)
 
 
 def test_a_wrong_index_fails_the_run_and_no_other(mixture: Any) -> None:
     ready, router, _, params = mixture
     program = pw.program(
         lambda index: pw.route(
-            router(X), index, np.ones(ROWS, np.float32), [lambda rows: ready._stages[0](params[0], rows)]
+            router(X), index, np.ones(ROWS, np.float32), [lambda rows: ready.stages[0](params[0], rows)]
         )
     )
     index = np.zeros(ROWS, np.int32)

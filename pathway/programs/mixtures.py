@@ -41,7 +41,7 @@ def load_balancing_loss(scores: Any, index: Any) -> Any:
 
 
 class Experts:
-    """Copies of one function on slices. Made by `experts`."""
+    """Copies of one function on slices. Made by `experts`. Expert i is stage `stages[i]` of slice `slices[i]`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Experts:
         for slice in self.slices:
             if slice not in stages:
                 stages[slice] = pw.jit(slice, in_specs=in_specs, out_specs=out_specs, name="expert")(function)
-        self._stages = [stages[slice] for slice in self.slices]
+        self.stages = [stages[slice] for slice in self.slices]
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -84,7 +84,7 @@ class Experts:
         capacity = None
         if capacity_factor is not None:
             capacity = max(1, math.ceil(capacity_factor * rows.shape[0] * k / len(self)))
-        calls = [functools.partial(stage, each) for stage, each in zip(self._stages, params, strict=True)]
+        calls = [functools.partial(stage, each) for stage, each in zip(self.stages, params, strict=True)]
         made = pw.route(rows, index, gates.astype(rows.dtype), calls, capacity=capacity)
         return made, load_balancing_loss(scores, index)
 
