@@ -172,7 +172,7 @@ def _order(options: argparse.Namespace, settings: Settings) -> int:
 
     order: SetWeight | DrainIsland | KillSession
     if options.command == "set-weight":
-        order = SetWeight(1, options.session, options.weight, options.priority)
+        order = SetWeight(1, options.session, options.weight, options.priority, options.of_key)
     elif options.command == "kill":
         order = KillSession(1, options.session)
     else:

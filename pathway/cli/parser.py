@@ -170,12 +170,13 @@ def _status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _orders(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     weigh = commands.add_parser(
         "set-weight",
-        help="change a session's share of devices",
-        description="Change a session's weight, and so its share of device time, from its next run on.",
-        epilog="example: pathway set-weight ann 4",
+        help="change a session's or a key's share of devices",
+        description="Change the weight of a session, or of all sessions of a key, from the next run on.",
+        epilog="example: pathway set-weight ann 4     (or for a key: pathway set-weight --of-key ann 4)",
     )
     weigh.add_argument("session", metavar="SESSION", help="its name or number, as pathway status shows it")
     weigh.add_argument("weight", type=float, metavar="WEIGHT", nargs="?", help="its share, beside those of the others")
+    weigh.add_argument("--of-key", action="store_true", help="SESSION is the name of a key in the allow-list")
     weigh.add_argument("--priority", type=int, metavar="P", help="under the policy priority: higher goes first")
     kill = commands.add_parser(
         "kill",

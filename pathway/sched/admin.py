@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,15 +55,33 @@ class Admin:
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def _set_weight(self, peer: Peer, message: m.SetWeight, now: float, out: list[Instruction]) -> None:
+        if message.weight is not None and not 0.0 < message.weight < math.inf:
+            out.append(Send(peer.key, m.AdminReply(message.request, "", f"a weight of {message.weight}")))
+            return
+        if message.key:
+            self._set_key_weight(peer, message, out)
+            return
         session = self._find(peer, message.request, message.session, out)
         if session is None:
-            return
-        if message.weight is not None and not message.weight > 0:
-            out.append(Send(peer.key, m.AdminReply(message.request, "", f"a weight of {message.weight}")))
             return
         self._clients.set_weight(session, message.weight, message.priority)
         tenant = self._clients.lanes.tenant(session.id)
         text = f"session {session.name} has weight {tenant.weight:g} and priority {tenant.priority}"
+        out.append(Send(peer.key, m.AdminReply(message.request, text)))
+
+    def _set_key_weight(self, peer: Peer, message: m.SetWeight, out: list[Instruction]) -> None:
+        account = self._clients.accounts.named(message.session)
+        if account is None or message.weight is None or message.priority is not None:
+            there = ", ".join(account.name for account in self._clients.accounts) or "none"
+            error = (
+                "a key has a weight to set, and no priority (priority=P in the allow-list is the most for a session)"
+            )
+            if account is None:
+                error = f"there is no key {message.session!r}; there are: {there}"
+            out.append(Send(peer.key, m.AdminReply(message.request, "", error)))
+            return
+        self._clients.set_key_weight(account, message.weight)
+        text = f"key {account.name} has weight {account.weight:g}, and {len(account.sessions)} sessions"
         out.append(Send(peer.key, m.AdminReply(message.request, text)))
 
     # -- sessions ---------------------------------------------------------------------------------------------------

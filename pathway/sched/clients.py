@@ -6,18 +6,19 @@ The rules stand with the subjects: `sessions` (N), `slices` (V), `plans` (R) and
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Raw
 
 from pathway.errors import ErrorInfo, ProtocolError
+from pathway.sched.accounts import Account, Accounts
 from pathway.sched.cluster import Cluster, Island
 from pathway.sched.events import Close, Instruction, Send
 from pathway.sched.lanes import Lane, LaneScheduler, Run
 from pathway.sched.memory import Memory
-from pathway.sched.memory_requests import MemoryRequests
+from pathway.sched.memory_requests import MemoryRequests, in_error
 from pathway.sched.ownership import check_buffer, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
@@ -27,6 +28,7 @@ from pathway.sched.sessions import Session
 from pathway.sched.slices import Slice, SliceBinder, why_invalid
 from pathway.sched.timers import Timers
 from pathway.transport import messages as m
+from pathway.transport.terms import Terms
 
 TokenOf = Callable[[int, str | None], int]
 """What proves a session: (session, the client's public key) -> token."""
@@ -68,7 +70,8 @@ class Clients:
         self.cluster = cluster
         self.binder = SliceBinder(cluster)
         self.plans = PlanRegistry(cluster)
-        self.lanes = LaneScheduler(credits, self._run_failed, policy, memory)
+        self.accounts = Accounts()
+        self.lanes = LaneScheduler(credits, self._run_failed, policy, memory, self.accounts)
         self.memory = MemoryRequests(self.sessions, self.lanes, timers, memory_patience_s, self._plan_failed)
         self.ending = ""
         self._failed_own: list[tuple[Session, int, ErrorInfo]] = []
@@ -107,11 +110,21 @@ class Clients:
                 reason = f"the scheduler has {len(self.sessions)} sessions, which is its limit (max_sessions)"
                 out.append(Close(peer.key, m.Refused("LimitError", reason)))
                 return None
+            account = self.accounts.of_key(peer.public_key)
+            refusal = account.may_open() if account is not None else None
+            if refusal is not None:
+                out.append(Close(peer.key, m.Refused(refusal.kind, refusal.message)))
+                return None
             number = self._numbers.getrandbits(62) + 1
             token = self._token_of(number, peer.public_key)
             session = Session(number, hello.name, token, peer.key, now, peer.public_key)
             self.sessions[number] = session
-            self.set_weight(session, hello.weight or None, hello.priority)
+            self.accounts.opened(session)
+            if account is None:
+                self.set_weight(session, hello.weight or None, hello.priority)
+            else:
+                session.share = min(hello.weight or 1.0, 1.0)
+                self.set_weight(session, account.weight * session.share, min(hello.priority, account.terms.priority))
         else:
             found = self.sessions.get(hello.resume)
             if found is None:
@@ -134,8 +147,22 @@ class Clients:
         tenant = self.lanes.tenant(session.id)
         if weight is not None:
             tenant.weight = min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
+            account = self.accounts.of(session.id)
+            session.share = weight / account.weight if account is not None else 1.0
         if priority is not None:
             tenant.priority = priority
+
+    def set_key_weight(self, account: Account, weight: float) -> None:
+        """The weight of all sessions of a key, now and later."""
+        account.weight = weight
+        for session in account.sessions.values():
+            self.set_weight(session, weight * session.share, None)
+
+    def listed(self, keys: Mapping[str, tuple[str, Terms]], out: list[Instruction]) -> None:
+        """The allow-list, with the terms of each key, as it is now."""
+        for account in self.accounts.listed(keys):
+            self.set_key_weight(account, account.terms.weight)
+        self.lanes.limits_changed(out)
 
     def detached(self, session: Session, last_heard: float) -> None:
         """The session's connection is over. It may come back within its lease."""
@@ -160,6 +187,7 @@ class Clients:
             lane.forget_session(session.id)
         self.memory.session_closed(session.id)
         self.lanes.session_closed(session.id, session.lanes, out)
+        self.accounts.closed(session.id)
         session.scripts = None
         self.plans.drop_session(session)
         for held in session.slices.values():
@@ -186,6 +214,11 @@ class Clients:
         reason = why_invalid(message) or self.ending
         if reason:
             session.tell(m.SliceRefused(message.slice, "SliceError", reason), now, self.lease_s, out)
+            return
+        account = self.accounts.of(session.id)
+        limit = account.may_have_devices(message.devices) if account is not None else None
+        if limit is not None:
+            session.tell(m.SliceRefused(message.slice, limit.kind, limit.message), now, self.lease_s, out)
             return
         wanted = Slice(session.id, session.name, message, since=now)
         session.slices[message.slice] = wanted
@@ -384,6 +417,11 @@ class Clients:
         for lane in plan.lanes:
             if lane.error is not None:
                 return lane.error
+        account = self.accounts.of(session.id)
+        limit = account.may_have_bytes(1) if account is not None and number < m.OWN_RUNS else None
+        if limit is not None:
+            self.memory.spoil_new(session, plan, first_result, limit, out)
+            return limit
         if not plan.lanes:
             self._tell_finished(session, (number,), now, out)
             return ()
@@ -423,6 +461,14 @@ class Clients:
             check_buffer(f"buffer {message.buffer}", message.island, message.layout, session.reach())
             session.lanes[lane] = None
             put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
+            account = self.accounts.of(session.id)
+            if account is not None:
+                nbytes = message.layout.physical.shard_nbytes * len(message.layout.physical.devices)
+                limit = account.may_have_bytes(nbytes)
+                if limit is not None:
+                    self.lanes.send_behind(lane, session.id, in_error(put, limit), out)
+                    return
+                account.put(lane, nbytes)
             if lane.ledger is not None:
                 self.memory.put(session, lane, put, message.source, now, out)
             else:
@@ -542,6 +588,7 @@ class Clients:
                 del other.lane.neighbours[lane.island]
                 other.lane.tell_all(notice, out)
         self.memory.lane_lost(lane, error, out)
+        self.accounts.lane_lost(lane)
         self.lanes.lane_lost(lane, error, now, out)
 
     def refuse_waiting(self, now: float, out: list[Instruction]) -> None:

@@ -151,6 +151,7 @@ class SchedulerCore:
             self._drain(event, now, out)
         elif isinstance(event, AccessChanged):
             self.access = event.access
+            self.clients.listed(event.keys, out)
             out += [Send(peer.key, event.access) for peer in self.peers.of_role("executor")]
         self.clients.settle(now, out)
         if self.clients.lanes.memory.waiting:
@@ -269,6 +270,7 @@ class SchedulerCore:
         peer.damaged_transfers = message.damaged_transfers
         if host == 0:
             peer.lane.report = message
+            self.clients.accounts.reported(peer.lane, message.bytes_by_session)
             self.admin.move_idle(self.cluster.islands[island], now, out)
 
     def _parts_finished(self, peer: Peer, message: m.PartsFinished, now: float, out: list[Instruction]) -> None:

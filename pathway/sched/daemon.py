@@ -39,7 +39,7 @@ from pathway.sched.peers import PeerSettings
 from pathway.sched.policies import load_policy
 from pathway.sched.recorder import Recorder
 from pathway.transport.authenticator import Gate
-from pathway.transport.keys import AllowListFile, PublicKey
+from pathway.transport.keys import AllowList, AllowListFile, PublicKey
 from pathway.transport.link import process_context
 from pathway.transport.messages import AccessList, Message
 from pathway.transport.permissions import admit_to_scheduler, new_secret, token
@@ -156,8 +156,9 @@ class Daemon:
         log.info("stopped")
 
     def _access_changed(self) -> None:
-        text = self._gate.access.allow_list.text() if self._gate is not None else ""
-        self._actor.deliver((AccessChanged(AccessList(self._secret, text)),))
+        listed = self._gate.access.allow_list if self._gate is not None else AllowList()
+        keys = {str(entry.key): (entry.name, entry.terms) for entry in listed.entries.values()}
+        self._actor.deliver((AccessChanged(AccessList(self._secret, listed.text()), keys),))
 
     async def _drain_when_told(self, signals: AsyncIterator[int]) -> None:
         """The first signal lets the runs end, the second does not."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from pathway.transport.messages import AccessList, Message, Refused
+from pathway.transport.terms import Terms
 
 PeerKey = bytes
 """What the transport calls a peer: opaque here."""
@@ -42,9 +45,11 @@ class Drain(Struct, frozen=True):
 
 
 class AccessChanged(Struct, frozen=True):
-    """Who may connect to executors: passed on to all of them, now and when they come."""
+    """Who may connect to executors: passed on to all of them, now and when they come. `keys`: the name and the terms of
+    each key, in a cluster with keys."""
 
     access: AccessList
+    keys: Mapping[str, tuple[str, Terms]] = {}
 
 
 Event = MessageReceived | PeerClosed | Tick | Drain | AccessChanged

@@ -19,6 +19,8 @@ Invariants
        order, and a claim leaves one credit free for itself: others have room only beside it. So the first claim of all
        gets every credit that comes back, and goes; by induction so do the others.
   S-4  Nothing starves: a policy's line brings every turn at last, and a claim is overtaken by earlier claims only.
+  S-5  Of one key no more runs are in flight than its limit: a run's last turn waits for one of them to be over, and
+       holds back nobody else.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec import structs
 
 from pathway.errors import ErrorInfo
+from pathway.sched.accounts import Account, Accounts
 from pathway.sched.events import Instruction, Send
 from pathway.sched.memory import Memory, buffers_read
 from pathway.sched.policies import Fifo, Policy, Tenant
@@ -57,10 +60,13 @@ class LaneScheduler:
         failed: Callable[[Run, ErrorInfo, float, list[Instruction]], None],
         policy: Policy | None = None,
         memory: Memory | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         self.credits = credits
         self.policy = policy or Fifo()
         self.memory = memory or Memory()
+        self._accounts = accounts or Accounts()
+        self._freed: list[Group] = []  # where something may go, as its key has a run less in flight
         self.active = 0  # runs that are not over
         self._failed = failed
         self._tenants: dict[int, Tenant] = {}
@@ -83,7 +89,8 @@ class LaneScheduler:
         run.arrival = self._arrivals
         session, groups = run.session, run.groups
         tenant = self.tenant(session)
-        goes = True
+        account = self._accounts.of(session)
+        goes = account is None or not account.full
         for lane, device in zip(run.lanes, run.devices, strict=True):
             if lane.stale and not lane.running and not lane.queue:
                 regroup(self.policy, lane)
@@ -183,6 +190,7 @@ class LaneScheduler:
             self._withdraw(run, groups, out)
         for run in runs:
             self.active -= 1
+            self._uncount(run)
             self._fail(run, error, now, out)
         self.pump(list(groups), out)
 
@@ -228,7 +236,9 @@ class LaneScheduler:
 
     def pump(self, groups: list[Group], out: list[Instruction]) -> None:
         """Let go what can, on these groups and wherever that leads."""
-        while groups or self.memory.stirred:
+        while groups or self.memory.stirred or self._freed:
+            groups += self._freed
+            self._freed.clear()
             if self.memory.stirred:
                 self._memory_came(groups, out)
                 continue
@@ -254,6 +264,8 @@ class LaneScheduler:
                     continue
                 group.next_offer()
                 flow.stamp = 0
+                if not self._may_leave(flow, group):
+                    continue
                 self._turn(flow, group, rank, groups, out)
 
     def _turn(self, flow: Flow, group: Group, rank: float, groups: list[Group], out: list[Instruction]) -> None:
@@ -273,8 +285,50 @@ class LaneScheduler:
         else:
             self._claim(run, groups)
 
+    def _may_leave(self, flow: Flow, group: Group) -> bool:
+        """Whether the limit of its key lets the flow's first run go (S-5). Asked for a run's last turn only: a run that
+        has it waits for nothing that another run of its key could hold. What may not is looked at again when one is
+        over."""
+        account = self._accounts.of(flow.tenant.session)
+        run = flow.first
+        if account is None or not account.full or len(run.turns) + 1 < len(run.groups):
+            return True
+        account.held[group.lane, run.session] = flow
+        return False
+
+    def _count(self, run: Run) -> None:
+        account = self._accounts.of(run.session)
+        if account is not None and not run.counted:
+            run.counted = True
+            account.running += 1
+
+    def _uncount(self, run: Run) -> None:
+        """The run is over, or goes no more."""
+        account = self._accounts.of(run.session)
+        if account is not None and run.counted:
+            run.counted = False
+            account.running -= 1
+            self._look_at_held(account)
+
+    def _look_at_held(self, account: Account) -> None:
+        if account.held and not account.full:
+            held, account.held = account.held, {}
+            for (lane, session), flow in held.items():
+                if lane.flows.get(session) is flow and isinstance(flow.entries[0], Run):
+                    run = flow.first
+                    group = run.groups[run.lanes.index(lane)]
+                    self._offer_again(lane, group, flow)
+                    self._freed.append(group)
+
+    def limits_changed(self, out: list[Instruction]) -> None:
+        """The operator has changed what keys may have."""
+        for account in self._accounts:
+            self._look_at_held(account)
+        self.pump([], out)
+
     def _claim(self, run: Run, groups: list[Group]) -> None:
         """The run has all its turns, and its memory: it goes when there are credits (S-3)."""
+        self._count(run)
         self._claims += 1
         run.claimed = self._claims
         for other in run.groups:
@@ -360,6 +414,7 @@ class LaneScheduler:
         key = (session, number)
         if run.needs is not None:
             self.memory.started(run)
+        self._count(run)
         run.open = len(run.lanes)
         for index, lane in enumerate(run.lanes):
             group, expected_us = run.groups[index], run.expected_us[index]
@@ -386,6 +441,7 @@ class LaneScheduler:
             run.open -= 1
             if not run.open:
                 self.active -= 1
+                self._uncount(run)
                 if run.error is None:
                     finished.append(run)
         self.pump(list(groups), out)
@@ -442,6 +498,7 @@ class LaneScheduler:
         run.open -= 1
         if not run.open:
             self.active -= 1
+            self._uncount(run)
         self._fail(run, error, now, out)
 
     def _fail(self, run: Run, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
@@ -486,6 +543,8 @@ class LaneScheduler:
                 gone[run] = None
             for group in lane.distinct_groups():
                 group.line.left(session)
+        for run in gone:
+            self._uncount(run)
         self.memory.session_closed(session, lanes)
         self.active -= len(gone)
         self._tenants.pop(session, None)
@@ -523,6 +582,11 @@ class LaneScheduler:
             position = sum(entry.arrival < run.arrival for entry in entries if isinstance(entry, Run))
             if position:
                 return f"{position} of its session before it in the queue of island {lane.island}", lane.island
+        account = self._accounts.of(run.session)
+        if account is not None and account.full:
+            names = ", ".join(lane.island for lane in run.lanes)
+            limit = account.terms.runs
+            return f"the key {account.name!r} has {account.running} runs in flight, and may have {limit} (runs)", names
         full = [group for group in run.groups if group.count >= self.credits]
         if full:
             names = ", ".join(group.lane.island for group in full)

@@ -156,7 +156,7 @@ class MemoryRequests:
                 island=lane.island,
                 source=source,
             )
-            self._lanes.send_behind(lane, session.id, _in_error(message, error), out)
+            self._lanes.send_behind(lane, session.id, in_error(message, error), out)
             return
         origin = (f"{layout.aval} that was put", source)
         self._lanes.put(Put(session.id, message, lane, Charge(((layout.devices, nbytes),)), origin, now), out)
@@ -221,5 +221,5 @@ def _spoiled(
             )
 
 
-def _in_error(message: m.PutOnIsland, error: ErrorInfo) -> m.PutOnIsland:
+def in_error(message: m.PutOnIsland, error: ErrorInfo) -> m.PutOnIsland:
     return msgspec.structs.replace(message, data=None, error=error)

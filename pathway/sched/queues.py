@@ -38,6 +38,7 @@ class Run:
         "arrival",
         "claimed",
         "costs_us",
+        "counted",
         "devices",
         "error",
         "expected_us",
@@ -77,6 +78,7 @@ class Run:
         self.devices = devices or (0,) * len(lanes)
         self.needs = needs  # of memory; None where none of its islands has a limit
         self.admitted = False  # it has its memory
+        self.counted = False  # among the runs in flight of its key
         self.open = 0
         self.error: ErrorInfo | None = None
         self.arrival = 0

@@ -84,6 +84,7 @@ class Session:
         "public_key",
         "runs",
         "scripts",
+        "share",
         "slices",
         "token",
     )
@@ -96,6 +97,7 @@ class Session:
         self.token = token
         self.public_key = public_key  # who opened it, and who alone can resume it (N-1)
         self.peer: PeerKey | None = peer
+        self.share = 1.0  # of its key's weight
         self.opened_at = now
         self.active_at = now  # when it last started a run or put a buffer
         self.detached_at = 0.0

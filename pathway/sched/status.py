@@ -78,6 +78,7 @@ def status(core: SchedulerCore, now: float) -> dict[str, Any]:
             for session in core.clients.sessions.values()
             for held in session.slices.values()
         ],
+        "keys": core.clients.accounts.status(),
         "runs": core.clients.lanes.active,
         "computations": core.clients.plans.computation_count,
         "computation_bytes": core.clients.plans.computation_bytes,

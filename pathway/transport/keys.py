@@ -31,6 +31,7 @@ from typing import NewType, NoReturn
 import zmq
 
 from pathway.errors import ConfigError
+from pathway.transport.terms import USUAL_TERMS, Terms
 
 PublicKey = NewType("PublicKey", str)
 """The public half of a key pair, Z85. It is no secret, and it is a peer's identity."""
@@ -187,7 +188,9 @@ def generate(directory: Path, name: str | None = None, roles: Iterable[Role] = (
         secret_paths.append(secret_path)
         if member_roles:
             lines.append(Entry(pair.public, frozenset(member_roles), member).line())
-    header = "# key, roles (client, worker, admin), name, options (weight=2). Read again whenever it changes.\n"
+    header = (
+        "# key, roles (client, worker, admin), name, options (weight=2 runs=9 ...). Read again whenever it changes.\n"
+    )
     _write_new(allow_list, (header + "".join(line + "\n" for line in lines)).encode(), 0o644)
     return Generated(tuple(public_paths), tuple(secret_paths), tuple(lines), allow_list)
 
@@ -217,17 +220,17 @@ def _only_line(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the allow-list. `weight` is its share when several compete (for policies that weigh)."""
+    """One key of the allow-list."""
 
     key: PublicKey
     roles: frozenset[Role]
     name: str
-    weight: float = 1.0
+    terms: Terms = USUAL_TERMS
 
     def line(self) -> str:
         """This entry as a line of an allow-list."""
         roles = ",".join(role for role in Role if role in self.roles)
-        return f"{self.key}  {roles}  {self.name}" + (f"  weight={self.weight:g}" if self.weight != 1.0 else "")
+        return f"{self.key}  {roles}  {self.name}  {self.terms.options()}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,20 +287,12 @@ def _parse_line(line: str) -> Entry:
             raise ConfigError(f"{word!r} is no role: there are {', '.join(Role)}") from None
     if not _NAME.fullmatch(name):
         raise ConfigError("a name has letters, digits and . _ @ -, at most 64")
-    weight = 1.0
+    terms = USUAL_TERMS
     for option in options:
         if option.startswith("#"):
             break
-        label, _, value = option.partition("=")
-        if label != "weight":
-            raise ConfigError(f"{label!r} is no option: there is weight=NUMBER")
-        try:
-            weight = float(value)
-        except ValueError:
-            weight = -1.0
-        if not 0.0 < weight < 1e6:
-            raise ConfigError(f"a weight is a number above 0 and below 1,000,000, not {value!r}")
-    return Entry(parse_public_key(key), frozenset(roles), name, weight)
+        terms = terms.with_option(option)
+    return Entry(parse_public_key(key), frozenset(roles), name, terms)
 
 
 @dataclass(frozen=True, slots=True)

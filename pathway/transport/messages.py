@@ -316,12 +316,13 @@ class MemoryAnswer(Message, frozen=True, tag=44):
 
 class SetWeight(Message, frozen=True, tag=40):
     """From now on, `session` (as people write it: a name, or a number in hexadecimal) has this weight and priority;
-    None leaves as it is."""
+    None leaves as it is. With `key`, `session` is the name of a key, and the weight is that of its sessions."""
 
     request: int
     session: str
     weight: float | None = None
     priority: int | None = None
+    key: bool = False
 
 
 class DrainIsland(Message, frozen=True, tag=41):
