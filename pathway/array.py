@@ -163,9 +163,20 @@ class Array(ArrayOperators):
         self._check()
         run = self._run
         if run is not None:
-            run.wait()
+            try:
+                run.wait()
+            except KeyboardInterrupt:
+                self._interrupted()
+                raise
             self._check()
         return self
+
+    def _interrupted(self) -> None:
+        """Somebody who waited for it wants to wait no more (Ctrl-C): drop what it waits for."""
+        run = self._run
+        if run is not None and not run.done:
+            handle: Any = self._kind.binding.core.client
+            handle._cancel_up_to(run)
 
     def copy_to_host_async(self) -> None:
         """Start to fetch the value, so that it is there when it is asked for."""
@@ -180,7 +191,11 @@ class Array(ArrayOperators):
 
     def _physical_value(self) -> np.ndarray[Any, Any]:
         fetch = self._start_fetch()
-        fetch.wait_here()
+        try:
+            fetch.wait_here()
+        except KeyboardInterrupt:
+            self._interrupted()
+            raise
         return self._fetched(fetch)
 
     def _start_fetch(self) -> ArrayFetch:

@@ -10,7 +10,6 @@ from test_admin import reply, report
 
 from pathway.errors import ConfigError
 from pathway.sched.events import AccessChanged, MessageReceived
-from pathway.sched.policies import Fair
 from pathway.transport import messages as m
 from pathway.transport.keys import parse_allow_list
 from pathway.transport.terms import Terms
@@ -20,7 +19,7 @@ class KeyedWorld(World):
     """One island, and the keys `a` (of ann) and `b` (of bob)."""
 
     def __init__(self, terms: Terms, **settings: Any) -> None:
-        super().__init__(policy=Fair(), **settings)
+        super().__init__(**settings)
         self.list(terms)
         self.form("east")
         self.say("admin", hello("admin"))

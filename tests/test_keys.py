@@ -28,6 +28,7 @@ from pathway.transport.keys import (
     parse_allow_list,
     write_key_pair,
 )
+from pathway.transport.terms import Terms
 
 ALICE, BOB, CAROL = (PublicKey(letter * 40) for letter in "abc")
 
@@ -174,7 +175,7 @@ def test_an_allow_list_with_comments_roles_and_options() -> None:
     allowed = parse_allow_list(
         f"# who may come in\n\n  {ALICE}   client,admin  alice  weight=2.5 # option, comment\n#\n{BOB} worker bob\n"
     )
-    assert allowed.get(ALICE) == Entry(ALICE, frozenset({Role.CLIENT, Role.ADMIN}), "alice", 2.5)
+    assert allowed.get(ALICE) == Entry(ALICE, frozenset({Role.CLIENT, Role.ADMIN}), "alice", Terms(2.5))
     assert allowed.get(BOB) == Entry(BOB, frozenset({Role.WORKER}), "bob")
     assert allowed.get(CAROL) is None
     assert allowed.get(None) is None

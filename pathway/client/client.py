@@ -148,7 +148,12 @@ class Client:
                 wait=wait,
             )
             self.connection.send([state.request])
-        if not state.answered.wait(timeout_s):
+        try:
+            answered = state.answered.wait(timeout_s)
+        except KeyboardInterrupt:
+            self._release_slice(state)
+            raise
+        if not answered:
             self._release_slice(state)
             there = ", ".join(f"{i.name} ({i.device_count} {i.platform} devices)" for i in self.islands())
             raise SliceError(f"no {n} devices became free within {timeout_s} s; there is: {there or 'no island'}")
@@ -162,6 +167,11 @@ class Client:
     def _cancel(self, run: Run) -> None:
         with self.core.lock:
             self.connection.send([m.CancelRun(run.number)])
+
+    def _cancel_up_to(self, run: Run) -> None:
+        """Cancel a run and all before it that are not over: it stands behind them in line."""
+        with self.core.lock:
+            self.connection.send([m.CancelRun(number) for number in self.core.runs if number <= run.number])
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -265,7 +275,13 @@ def get(tree: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, Array):
             leaf.copy_to_host_async()
-    return structure.unflatten([_value(leaf) if isinstance(leaf, Array) else leaf for leaf in leaves])
+    try:
+        return structure.unflatten([_value(leaf) if isinstance(leaf, Array) else leaf for leaf in leaves])
+    except KeyboardInterrupt:
+        for leaf in leaves:
+            if isinstance(leaf, Array):
+                leaf._interrupted()
+        raise
 
 
 def _value(array: Array) -> Any:

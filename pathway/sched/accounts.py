@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pathway.errors import ErrorInfo
-from pathway.sched.sessions import Session
 from pathway.transport.terms import Terms
 
 if TYPE_CHECKING:
     from pathway.sched.queues import Flow, Lane
+    from pathway.sched.sessions import Session
 
 
 class Account:

@@ -65,7 +65,7 @@ class LaneScheduler:
         self.credits = credits
         self.policy = policy or Fifo()
         self.memory = memory or Memory()
-        self._accounts = accounts or Accounts()
+        self.accounts = accounts or Accounts()
         self._freed: list[Group] = []  # where something may go, as its key has a run less in flight
         self.active = 0  # runs that are not over
         self._failed = failed
@@ -89,7 +89,7 @@ class LaneScheduler:
         run.arrival = self._arrivals
         session, groups = run.session, run.groups
         tenant = self.tenant(session)
-        account = self._accounts.of(session)
+        account = self.accounts.of(session)
         goes = account is None or not account.full
         for lane, device in zip(run.lanes, run.devices, strict=True):
             if lane.stale and not lane.running and not lane.queue:
@@ -289,7 +289,7 @@ class LaneScheduler:
         """Whether the limit of its key lets the flow's first run go (S-5). Asked for a run's last turn only: a run that
         has it waits for nothing that another run of its key could hold. What may not is looked at again when one is
         over."""
-        account = self._accounts.of(flow.tenant.session)
+        account = self.accounts.of(flow.tenant.session)
         run = flow.first
         if account is None or not account.full or len(run.turns) + 1 < len(run.groups):
             return True
@@ -297,14 +297,14 @@ class LaneScheduler:
         return False
 
     def _count(self, run: Run) -> None:
-        account = self._accounts.of(run.session)
+        account = self.accounts.of(run.session)
         if account is not None and not run.counted:
             run.counted = True
             account.running += 1
 
     def _uncount(self, run: Run) -> None:
         """The run is over, or goes no more."""
-        account = self._accounts.of(run.session)
+        account = self.accounts.of(run.session)
         if account is not None and run.counted:
             run.counted = False
             account.running -= 1
@@ -322,7 +322,7 @@ class LaneScheduler:
 
     def limits_changed(self, out: list[Instruction]) -> None:
         """The operator has changed what keys may have."""
-        for account in self._accounts:
+        for account in self.accounts:
             self._look_at_held(account)
         self.pump([], out)
 
@@ -582,7 +582,7 @@ class LaneScheduler:
             position = sum(entry.arrival < run.arrival for entry in entries if isinstance(entry, Run))
             if position:
                 return f"{position} of its session before it in the queue of island {lane.island}", lane.island
-        account = self._accounts.of(run.session)
+        account = self.accounts.of(run.session)
         if account is not None and account.full:
             names = ", ".join(lane.island for lane in run.lanes)
             limit = account.terms.runs

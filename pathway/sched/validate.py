@@ -95,5 +95,7 @@ def _validate_group(scheduler: LaneScheduler, lane: Lane, group: Group) -> None:
         run = flow.first
         if run.groups[run.lanes.index(lane)] is group and group not in run.turns:
             parked = group.parked.get(run.session, 0)
-            assert flow.stamp or parked >= scheduler.credits, "a run waits for no turn"
-            assert not scheduler._has_room(group, run.session), "a run waits for nothing"
+            account = scheduler.accounts.of(run.session)
+            held = account is not None and account.full and account.held.get((lane, run.session)) is flow
+            assert flow.stamp or held or parked >= scheduler.credits, "a run waits for no turn"
+            assert held or not scheduler._has_room(group, run.session), "a run waits for nothing"
