@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,8 +16,10 @@ import trio.testing
 import zmq
 
 from pathway.errors import ConfigError, ConnectError, PathwayError, PermissionDeniedError
+from pathway.executor.links import PeerLinks
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
+from pathway.transport.bulklink import TransferMemory
 from pathway.transport.endpoints import endpoint
 from pathway.transport.handshake import hello, refusal_to_exception
 from pathway.transport.keys import AllowListFile, KeyPair, Role, generate, load_public_key, parse_allow_list
@@ -375,3 +379,24 @@ def test_a_key_generated_later_is_added_with_its_line(tmp_path: Path) -> None:
             dealer.close()
 
     trio.run(main)
+
+
+def test_links_between_executors_log_addresses_without_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """An executor's address is told with its key: whoever reads the log needs the address alone."""
+    key = KeyPair.random()
+
+    async def main() -> None:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+            async with trio.open_nursery() as nursery:
+                memory = TransferMemory(share=False)
+                identity = Identity(key, key.public)
+                links = PeerLinks(nursery, lambda: hello("peer", "east/0"), memory, identity)
+                links.learn(m.Directory((m.IslandEntry("west", 1, "cpu", 1, (endpoint(address, key.public),)),)))
+                links.post("west", 0, m.Ping(1))
+
+    with caplog.at_level(logging.DEBUG):
+        trio.run(main)
+    assert "no link to the executor at tcp://127.0.0.1:" in caplog.text
+    assert key.public not in caplog.text

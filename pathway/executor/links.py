@@ -153,7 +153,7 @@ class PeerLinks:
                 peer.address, introduction, identity=self._identity, timeout_s=CONNECT_TIMEOUT_S
             )
         except ConnectError as error:
-            log.warning("no link to the executor at %s: %s", peer.address, error)
+            log.warning("no link to the executor at %s: %s", address_of(peer.address), error)
             self._forget(peer)
             return
         if self._peers.get(peer.address) is not peer:  # it left the directory meanwhile
@@ -175,7 +175,7 @@ class PeerLinks:
             dealer.flush()
             await self._until_gone(peer, link)
         except (PathwayError, trio.ClosedResourceError) as error:
-            log.info("the link to the executor at %s is over: %s", peer.address, error)
+            log.info("the link to the executor at %s is over: %s", address_of(peer.address), error)
         finally:
             bulk.close()
             dealer.close(linger_s=0)
@@ -185,11 +185,11 @@ class PeerLinks:
         while True:
             for item in await link.dealer.receive_batch():
                 if isinstance(item, PeerGone):
-                    log.info("the executor at %s is gone: %s", peer.address, item.reason)
+                    log.info("the executor at %s is gone: %s", address_of(peer.address), item.reason)
                     return
                 for message in item.messages:
                     if isinstance(message, m.Refused):
-                        log.error("the executor at %s refuses this one: %s", peer.address, message.reason)
+                        log.error("the executor at %s refuses this one: %s", address_of(peer.address), message.reason)
                     elif type(message) in BULK:
                         link.bulk.received(message, None)  # it sends no bulk, and so no blobs
                     elif isinstance(message, m.OfferTaken) and self._offer_taken is not None:
