@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import Raw
 from sched_world import World, empty_part, executor_of, sent
 
@@ -261,6 +263,61 @@ def test_a_decision_for_no_branch_fails_the_script(value: int, kind: str) -> Non
     first = world.run(7, 50, b"")[0][0]
     world.decide(first, 1, value)
     assert [each.error.kind for each in world.said(m.RunFailed)] == [kind]
+
+
+NUMBERS = st.integers(-3, 6)
+LISTS = st.lists(NUMBERS, max_size=3).map(tuple)
+TASKS = st.one_of(
+    st.builds(
+        RunPlan,
+        st.sampled_from([DECIDE, ONE, 77]),
+        st.lists(LISTS, max_size=2).map(tuple),
+        LISTS,
+        LISTS,
+        st.lists(st.tuples(NUMBERS, NUMBERS), max_size=2).map(tuple),
+        NUMBERS,
+    ),
+    st.builds(Choose, NUMBERS, LISTS, st.lists(LISTS, max_size=2).map(tuple), LISTS),
+    st.builds(Repeat, NUMBERS, NUMBERS, LISTS, LISTS, LISTS),
+)
+BODIES = st.builds(Body, NUMBERS, NUMBERS, st.lists(TASKS, max_size=3).map(tuple), LISTS)
+
+
+def renamed(script: Script, numbers: list[int]) -> Script:
+    """The same with some of its numbers changed: nearly right."""
+    data = msgspec.to_builtins(script)
+
+    def change(value: Any) -> Any:
+        if isinstance(value, list):
+            return [change(each) for each in value]
+        return numbers.pop() if isinstance(value, int) and numbers and numbers[-1] % 5 == 0 else value
+
+    encoded = msgspec.msgpack.encode(change(msgspec.msgpack.decode(msgspec.msgpack.encode(data))))
+    try:
+        return msgspec.msgpack.decode(encoded, type=Script)
+    except msgspec.ValidationError:
+        return script
+
+
+SCRIPTS = st.one_of(
+    st.builds(Script, st.lists(BODIES, max_size=4).map(tuple), st.integers(0, 3), st.integers(0, 5)),
+    st.builds(renamed, st.sampled_from([CONDITION, LOOP]), st.lists(st.integers(-3, 12), max_size=40)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(script=SCRIPTS, values=st.lists(st.integers(-1, 3), min_size=1, max_size=12))
+def test_no_script_hurts_the_scheduler(script: Script, values: list[int]) -> None:
+    world = Scripted(script)
+    world.run(7, *[50 + number for number in range(max(0, min(script.arguments, 10)))])
+    for value in values:
+        own = [number for number in world.core.clients.sessions[world.session].runs if number >= m.OWN_RUNS]
+        for run in own[:4]:
+            world.say(EAST, m.Decided(world.session, run, tuple((result, value) for result in range(3))))
+            world.say(EAST, m.PartsFinished(((world.session, run),)))
+    world.say("client", m.CancelRun(7))
+    world.say("client", m.Goodbye())
+    assert not world.core.clients.sessions
 
 
 def test_scripts_are_printed_for_people() -> None:
