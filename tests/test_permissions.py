@@ -119,7 +119,7 @@ def test_a_token_is_good_for_one_session_one_key_and_one_secret() -> None:
             check_token(secret, session, key, number)
 
 
-@pytest.mark.parametrize("key", [ALICE, None])
+@pytest.mark.parametrize("key", [ALICE, None], ids=["key", "no key"])
 def test_links_to_executors_prove_their_session(key: str | None) -> None:
     listed = entry(Role.CLIENT) if key else None
     assert admit_to_executor(peer(7, token(SECRET, 7, key)), key, listed, SECRET) == PeerPermit(7)  # type: ignore[arg-type]

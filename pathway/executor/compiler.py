@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathway.errors import CompileError, ErrorInfo, PermissionDeniedError, descr
 from pathway.executor.backend import Backend, Compiled
 from pathway.executor.bind import Wanted
 from pathway.executor.completion import Outbox
+from pathway.executor.culprits import Culprits
 from pathway.transport.messages import AskProgram, ProgramAnswer, RegisterComputation
 
 Failures = dict[Wanted, ErrorInfo]
@@ -25,8 +27,9 @@ _metadata_decoder = msgspec.msgpack.Decoder(ComputationMetadata | XlaProgram)
 class Compiler:
     """What is registered, what is compiled, and who waits for what. Used in the trio thread."""
 
-    def __init__(self, backend: Backend, outbox: Outbox) -> None:
+    def __init__(self, backend: Backend, outbox: Outbox, culprits: Culprits | None = None) -> None:
         self._backend = backend
+        self._culprits = culprits
         self._outbox = outbox
         self._registered: dict[str, RegisterComputation] = {}
         self.compiled: dict[Wanted, Compiled] = {}
@@ -97,11 +100,18 @@ class Compiler:
         try:
             if registered is None:
                 raise CompileError(f"computation {item[0]} was never registered here")
+            culprits = self._culprits
+            cause = culprits.why_refused(item[0]) if culprits is not None else ""
+            if cause:
+                raise CompileError(
+                    f"INVALID_ARGUMENT: it is refused, because an executor ended when it compiled it ({cause})"
+                )
             metadata = _metadata_decoder.decode(registered.metadata)
-            if isinstance(metadata, XlaProgram):
-                result = self._backend.compile_program(item[0], metadata, registered.artifact, item[1])
-            else:
-                result = self._backend.compile(item[0], metadata, registered.artifact, item[1])
+            with culprits.compiling(item[0]) if culprits is not None else contextlib.nullcontext():
+                if isinstance(metadata, XlaProgram):
+                    result = self._backend.compile_program(item[0], metadata, registered.artifact, item[1])
+                else:
+                    result = self._backend.compile(item[0], metadata, registered.artifact, item[1])
         except Exception as error:
             result = describe(error, CompileError)
         self._outbox.put(lambda: self._compile_ended(item, result))

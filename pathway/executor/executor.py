@@ -31,6 +31,7 @@ from pathway.executor.backend import Backend
 from pathway.executor.bind import BoundPart, Host, bind, bind_launches, failure, local_computations, local_nbytes
 from pathway.executor.compiler import Compiler, Failures
 from pathway.executor.completion import Lanes, Outbox
+from pathway.executor.culprits import Culprits
 from pathway.executor.departures import EdgeDepartures, Fetches
 from pathway.executor.follower import FollowerCore
 from pathway.executor.jax_transfer import JaxTransfer
@@ -71,6 +72,7 @@ class Settings:
     shared_memory: bool = True
     device_memory_bytes: int = 0  # of each device; 0: what the devices say themselves
     transfer: str = PATHWAY
+    culprits: Culprits | None = None
 
 
 class Executor:
@@ -100,7 +102,7 @@ class Executor:
         self._outbox = Outbox(trio.lowlevel.current_trio_token(), self.settle)
         self._lanes = Lanes(self._outbox)
         self._store = Store()
-        self._compiler = Compiler(backend, self._outbox)
+        self._compiler = Compiler(backend, self._outbox, settings.culprits)
         self._memory = TransferMemory(share=settings.shared_memory)
         self._damaged_transfers = 0
         self._peers = PeerSocket(self, host, settings.peer_host, gate, self._memory)

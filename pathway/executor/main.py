@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--transfer", default="auto", choices=("auto", "pathway", "jax"))
     arguments.add_argument("--preload", action="append", default=[], metavar="MODULE")
     arguments.add_argument("--cache-dir", default="", help="of compiled computations; - for none")
+    arguments.add_argument("--culprits-fd", type=int, default=-1, help="see pathway.executor.culprits")
     arguments.add_argument("--key", metavar="FILE", help="our own key pair")
     arguments.add_argument("--scheduler-key", metavar="FILE", help="the scheduler's public key")
     return arguments
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pathway.config import load_settings
     from pathway.executor.bind import Host
     from pathway.executor.compile_cache import CompileCache, default_directory
+    from pathway.executor.culprits import Culprits
     from pathway.executor.executor import LeaderLost, Settings
     from pathway.executor.transfers import choose_transfer
     from pathway.transport.memory import keep_heap_warm
@@ -90,7 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = load_settings().shared_memory
     transfer = choose_transfer(options.transfer, options.platform, identity is not None)
     settings = Settings(
-        options.scheduler, host, options.platform, peer_host, identity, share, options.device_memory_bytes, transfer
+        options.scheduler,
+        host,
+        options.platform,
+        peer_host,
+        identity,
+        share,
+        options.device_memory_bytes,
+        transfer,
+        Culprits(options.culprits_fd) if options.culprits_fd >= 0 else None,
     )
     if cache is not None:
         threading.Thread(target=cache.prune, name="pathway-prune", daemon=True).start()

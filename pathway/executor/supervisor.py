@@ -24,6 +24,7 @@ import trio
 from pathway.actor import Actor
 from pathway.config import Settings
 from pathway.errors import ConfigError, ConnectError, PathwayError
+from pathway.executor.culprits import Culprits
 from pathway.executor.supervision import (
     ChildExited,
     ChildPaused,
@@ -92,6 +93,7 @@ class Worker:
         self._options = options
         self._settings = settings
         self._keys = keys
+        self._culprits = Culprits.create()
         self._identity = keys.identity() if keys is not None else None
         self._host = options.host_address or address_towards(options.scheduler)
         self._link: Dealer | None = None
@@ -123,6 +125,7 @@ class Worker:
                 self._nursery.cancel_scope.cancel()
         if self._link is not None:
             self._link.close()
+        self._culprits.close()
         assert self._exit is not None
         return self._exit
 
@@ -199,7 +202,7 @@ class Worker:
     def _start_child(self, form: FormIsland) -> None:
         command = executor_command(self._options, form, self._host, self._keys, self._settings.transfer)
         try:
-            self._child = _Child(command, executor_environment(self._options))
+            self._child = _Child(command, executor_environment(self._options), self._culprits)
         except OSError as error:
             self._actor.deliver_soon(ChildExited(f"it could not be started: {error}"))
             return
@@ -214,6 +217,8 @@ class Worker:
             nursery.cancel_scope.cancel()
         self._child = None
         log.info("the executor of incarnation %d ended: %s", form.incarnation, cause)
+        for key in self._culprits.ended(child.process.returncode, cause):
+            log.warning("computation %s is refused from now on: the executor ended when it compiled it", key)
         self._actor.deliver((ChildExited(cause),))
 
     async def _watch_for_stops(self, child: _Child) -> None:
@@ -231,18 +236,18 @@ class Worker:
 class _Child:
     """The executor's process. Started in this thread, not in one of trio's, for PDEATHSIG's sake (see `processes`)."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], culprits: Culprits) -> None:
         self._parent = ParentPipe()
         self._oom_kills_before = oom_kills()
         self._quiet = False
         try:
             self.process = subprocess.Popen(
-                [*command, *self._parent.arguments],
+                [*command, *self._parent.arguments, "--culprits-fd", str(culprits.descriptor)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                pass_fds=[self._parent.child_end],
+                pass_fds=[self._parent.child_end, culprits.descriptor],
             )
         except BaseException:
             self._parent.close()
