@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import trio
+import zmq
 
 from pathway.dataflow.plan import Edge, Execute, Gang, Part, Send
 from pathway.errors import ErrorInfo
@@ -137,6 +139,40 @@ async def test_a_client_that_leaves_takes_what_it_had_begun_to_put(tmp_path: Pat
         assert error.kind == "TransferError"
         assert "the client's link ended before all of its data had come" in error.message
         client.dealer.close()
+
+
+@in_trio
+async def test_a_client_that_takes_no_answers_costs_no_memory(tmp_path: Path) -> None:
+    """What it asks for again and again is not copied as often; and when it takes it after all, it is all there."""
+    requests, size = 8_000, 15_000
+    async with one_executor(tmp_path) as (scheduler, pid):
+        scheduler.say("east", m.PutOnIsland(SESSION, 5, layout((size,), "float32", [0]), bytes(4 * size)))
+        client = await Client.connect(scheduler.addresses["east", 0])
+        await client.fetch(5, np.float32, 0)
+        client.dealer.close()
+        before = resident_bytes(pid)
+        peer = zmq.Context.instance().socket(zmq.DEALER)
+        peer.linger, peer.rcvhwm, peer.rcvbuf = 0, 1, 1 << 16
+        with peer:
+            peer.connect(scheduler.addresses["east", 0])
+            asked = [m.Fetch(number, SESSION, 5, (0,)) for number in range(requests)]
+            peer.send(m.encode([client_hello(SESSION), *asked]))
+            other = await Client.connect(scheduler.addresses["east", 0])
+            other.dealer.post(m.Ping(1))
+            other.dealer.flush()
+            await pong(other.dealer, 1)  # so all of them have been looked at
+            grown = resident_bytes(pid) - before
+            assert grown < 0.3 * requests * 4 * size, f"{grown:,} bytes"
+            arrived = 0
+            with trio.fail_after(60):
+                while arrived < requests:
+                    while peer.poll(0):
+                        *_, blob = peer.recv_multipart()
+                        arrived += len(blob) == 4 * size
+                    other.dealer.post(m.Ping(2))  # for the executor to go on with
+                    other.dealer.flush()
+                    await pong(other.dealer, 2)
+            other.dealer.close()
 
 
 @in_trio

@@ -24,7 +24,7 @@ MIB = 1 << 20
 SOAK_BYTES = int(float(os.environ.get("PATHWAY_SOAK_GB", "50")) * 1e9)
 ISLANDS = {"east": {"hosts": 1, "devices": 2}, "west": {"hosts": 2, "devices": 1}, "rest": {"hosts": 1, "devices": 1}}
 SIZES = (8, 4096, 100_000, MIB, 3 * MIB + 64, 16 * MIB, 48 * MIB)
-KILL_EVERY_BYTES = SOAK_BYTES // 40
+KILL_EVERY_BYTES = max(SOAK_BYTES // 40, 125_000_000)
 
 A_CLIENT_WITHOUT_MANNERS = """
 import sys
@@ -96,7 +96,7 @@ class Soak:
             np.testing.assert_array_equal(pw.get(under_way), -2 * value)
         except PathwayError:
             self.lost += 1
-        self.cluster.wait_for_incarnation(victim, before + 1)
+        self.cluster.wait_for_incarnation(victim, before + 1, timeout_s=180)  # an island that is lost often rests
 
 
 @pytest.mark.soak

@@ -26,6 +26,10 @@ from pathway.transport.sockets import Peer, PeerGone, Router
 
 log = logging.getLogger(__name__)
 
+MOST_UNDELIVERED = 1 << 18
+"""Messages that wait for a peer which does not take them. What waits refers to data that are here anyway, and ZeroMQ,
+which copies what is small, has a few of them only: so this bounds what a client can have an executor keep."""
+
 Post = Callable[[m.Message], None]
 
 
@@ -88,7 +92,9 @@ class PeerSocket:
         self._host = host
         self._gate = gate
         self._secret: bytes | None = None
-        self._router = Router.bind(f"tcp://{interface}:0", gate=gate, admit=self._admit)
+        self._router = Router.bind(
+            f"tcp://{interface}:0", gate=gate, admit=self._admit, max_undelivered_messages=MOST_UNDELIVERED
+        )
         self.address = self._router.address
         self._peers: dict[Peer, _Peer] = {}
         self._followers: dict[int, Peer] = {}

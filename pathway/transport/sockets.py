@@ -69,8 +69,8 @@ class _Known:
 
 class Router(Link):
     """A bound socket with many peers. With a `gate` it asks them for keys, and ends their connections when their keys
-    are revoked; with `admit` it checks who may say what; with `max_undelivered_bytes` it ends the connection of a peer
-    for which more than that waits, in addition to `LIMITED_FRAMES` that ZeroMQ has."""
+    are revoked; with `admit` it checks who may say what; with `max_undelivered_bytes` or `max_undelivered_messages` it
+    ends the connection of a peer for which more than that waits, in addition to `LIMITED_FRAMES` that ZeroMQ has."""
 
     _socket_is_router = True
 
@@ -82,10 +82,11 @@ class Router(Link):
         gate: Gate | None = None,
         admit: Admit | None = None,
         max_undelivered_bytes: int | None = None,
+        max_undelivered_messages: int | None = None,
         socket_options: Mapping[int, int | bytes] | None = None,
     ) -> Router:
         """Bind to `address`, for example `tcp://127.0.0.1:0`. Raises `ConfigError` if that cannot be."""
-        return cls(address, socket_options or {}, gate, admit, max_undelivered_bytes)
+        return cls(address, socket_options or {}, gate, admit, max_undelivered_bytes, max_undelivered_messages)
 
     def __init__(
         self,
@@ -94,10 +95,13 @@ class Router(Link):
         gate: Gate | None = None,
         admit: Admit | None = None,
         max_undelivered_bytes: int | None = None,
+        max_undelivered_messages: int | None = None,
     ) -> None:
-        limits = {} if max_undelivered_bytes is None else {int(zmq.SNDHWM): LIMITED_FRAMES}
+        is_limited = max_undelivered_bytes is not None or max_undelivered_messages is not None
+        limits = {int(zmq.SNDHWM): LIMITED_FRAMES} if is_limited else {}
         super().__init__(zmq.ROUTER, {int(zmq.ROUTER_MANDATORY): 1, **limits, **options})
         self._max_undelivered_bytes = max_undelivered_bytes
+        self._max_undelivered_messages = max_undelivered_messages
         self._gate = gate
         self._admit = admit
         self._cuts: dict[Peer, float] = {}  # refused peers, and when their connections are cut
@@ -222,6 +226,11 @@ class Router(Link):
         limit = self._max_undelivered_bytes
         if limit is not None and nbytes > limit:
             reason = f"{nbytes:,} bytes wait for it, and it does not take them (max_undelivered_mib)"
+            self._refuse(peer, Refused(LimitError.__name__, reason))
+            self._readiness.wake()
+        most = self._max_undelivered_messages
+        if most is not None and len(self._held_back[peer]) > most:
+            reason = f"{len(self._held_back[peer]):,} messages wait for it, and it does not take them"
             self._refuse(peer, Refused(LimitError.__name__, reason))
             self._readiness.wake()
 
