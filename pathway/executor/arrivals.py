@@ -199,7 +199,8 @@ class PutArrivals:
     def announce(self, message: PutOnIsland) -> None:
         """The put is in the island's order: store its data or its error, or expect the client's regions."""
         session, buffer, layout, data = message.session, message.buffer, message.layout.physical, message.data
-        cell = self._store.expect(session, buffer, layout, 0 if message.error else self._nbytes_of(layout))
+        origin = (f"{layout.aval} that was put", message.source)
+        cell = self._store.expect(session, buffer, layout, 0 if message.error else self._nbytes_of(layout), origin)
         if message.error is not None:
             self._drop(session, buffer)
             cell.spoil(Poison(message.error))

@@ -15,6 +15,7 @@ from pathway.dataflow.layout import Layout
 from pathway.errors import DeletedError, ErrorInfo
 from pathway.executor.arrivals import BufferReport
 from pathway.executor.backend import Backend, describe_failure
+from pathway.executor.spill import brought_back
 from pathway.executor.store import ABSENT, Cell, Poison, Store
 from pathway.transport.messages import AssembleOnIsland
 
@@ -65,7 +66,11 @@ class Assemblies:
         error = None
         arrays = {}
         for device, source in sources.items():
-            value, where = source.value, source.layout
+            try:
+                value, where = brought_back(source), source.layout
+            except Exception as caught:
+                error = describe_failure(caught)
+                break
             if type(value) is Poison:
                 error = value.error
                 break

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pathway.dataflow.layout import Layout, Region, numpy_dtype
+from pathway.dataflow.memory import origins
 from pathway.dataflow.plan import Edge, Execute, Gang, Part, Send
 from pathway.dataflow.reshard import Piece, edge_pieces
 from pathway.errors import ErrorInfo, ExecutionError
@@ -120,7 +121,18 @@ class BoundGang:
 class BoundPart:
     """A part on this host."""
 
-    __slots__ = ("arguments", "arrivals", "gangs", "info", "part", "result_bytes", "results", "sends", "slot_count")
+    __slots__ = (
+        "arguments",
+        "arrivals",
+        "gangs",
+        "info",
+        "part",
+        "result_bytes",
+        "result_origins",
+        "results",
+        "sends",
+        "slot_count",
+    )
 
     def __init__(self, part: Part, info: PartInfo) -> None:
         self.part = part
@@ -129,6 +141,7 @@ class BoundPart:
         self.arguments = tuple((slot, part.slots[slot]) for slot in part.arguments)
         self.results: tuple[tuple[int, Layout], ...] = ()  # (result number, layout)
         self.result_bytes: tuple[int, ...] = ()  # on this host
+        self.result_origins: tuple[tuple[str, str], ...] = ()  # what they are, and the user's lines
         self.arrivals: tuple[BoundArrival, ...] = ()
         self.sends: dict[int, BoundSend] = {}  # by edge
         self.gangs: tuple[BoundGang, ...] = ()
@@ -169,6 +182,8 @@ def bind(part: Part, info: PartInfo, host: Host, devices_per_host: Mapping[str, 
         if any(device in host.local for device in edge.target.devices)
     )
     bound.results = tuple((number, part.slots[slot]) for number, slot in part.results)
+    made = origins(part)
+    bound.result_origins = tuple(made[slot] for _, slot in part.results)
     bound.result_bytes = tuple(local_nbytes(layout, host) for _, layout in bound.results)
     donated = {
         step.inputs[position]

@@ -18,6 +18,7 @@ from pathway.executor.bind import BoundSend, Host, OutgoingPiece
 from pathway.executor.completion import Lanes
 from pathway.executor.links import PeerLinks
 from pathway.executor.runs import Run
+from pathway.executor.spill import Spilled
 from pathway.executor.store import ABSENT, Cell, Poison, Store
 from pathway.executor.transfers import EdgeTransfer
 from pathway.transport import messages as m
@@ -174,7 +175,8 @@ class Fetches:
             try:
                 for device in request.devices:
                     region = layout.region(layout.devices.index(device))
-                    view = self._backend.view(value, layout, device)
+                    spilled = type(value) is Spilled
+                    view = value.shards[device] if spilled else self._backend.view(value, layout, device)
                     shards.append((device, region, packed(view, sender.lend(view.nbytes))))
             except Exception as caught:
                 error = xla.describe_failure(caught)
@@ -182,13 +184,14 @@ class Fetches:
                 return lambda: post(m.FetchFailed(request.request, error))
             return lambda: self._reply(request, shards, sender)
 
-        if value.is_deleted() or (cell.nbytes <= m.CHUNK_BYTES and self._is_there(value)):
+        at_once = cell.nbytes <= m.CHUNK_BYTES and self._is_there(value)
+        if at_once or (type(value) is not Spilled and value.is_deleted()):
             collect()()
         else:  # on a lane of its own: not behind what was launched later
             self._lanes.submit(-1 - min(request.devices, default=0), collect)
 
     def _is_there(self, value: Any) -> bool:
-        return self._backend.has_host_memory and xla.is_ready([value])
+        return type(value) is Spilled or (self._backend.has_host_memory and xla.is_ready([value]))
 
     def _reply(self, request: m.Fetch, shards: list[tuple[int, Region, HostBytes | Loan]], sender: BulkSender) -> None:
         for device, region, data in shards:

@@ -40,6 +40,7 @@ from pathway.executor.links import PeerLinks
 from pathway.executor.peers import PeerSocket
 from pathway.executor.profiling import Profiling
 from pathway.executor.runs import Launcher, Run
+from pathway.executor.spill import Spills
 from pathway.executor.store import Store
 from pathway.executor.trace import Tracing
 from pathway.executor.transfers import JAX, PATHWAY
@@ -118,6 +119,7 @@ class Executor:
         departures = EdgeDepartures(host, backend, self._links, self._edges, self._by_jax)
         self._fetches = Fetches(backend, self._store, self._lanes)
         self._launcher = Launcher(host, self._store, self._lanes, self._outbox, departures, self)
+        self._spills = Spills(backend, self._store, self._launcher.in_order)
         self._tracing = Tracing(self._launcher)
         self._profiling = Profiling(self._outbox)
         self._perform: dict[type, Callable[[Any], None]] = {
@@ -129,6 +131,7 @@ class Executor:
             g.SendToLeader: self._to_leader,
             g.Poison: lambda i: self._launcher.poison(self._runs[i.session, i.run], i.gang, i.error),
             g.Put: lambda i: self._puts.announce(i.message),
+            g.Spill: lambda i: self._spills.spill(i.message),
             g.Assemble: lambda i: self._assemblies.assemble(i.message),
             g.Free: self._free,
             g.ForgetPlan: self._forget_plan,
@@ -217,7 +220,7 @@ class Executor:
     def _report(self) -> m.ExecutorReport:
         waits = tuple(self._core.waits(time.monotonic()))
         usage = tuple(self._store.usage())
-        return m.ExecutorReport(usage, waits, self._launcher.busy_us(), self._damaged_transfers)
+        return m.ExecutorReport(usage, waits, self._launcher.busy_us(), self._damaged_transfers, self._spills.nbytes())
 
     # -- events and instructions -------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from pathway.executor.gangs import (
     Put,
     SendToLeader,
     SessionClosed,
+    Spill,
 )
 from pathway.transport.messages import (
     AssembleOnIsland,
@@ -47,6 +48,7 @@ from pathway.transport.messages import (
     PartBound,
     PoisonGang,
     PutOnIsland,
+    SpillBuffers,
 )
 
 
@@ -82,6 +84,7 @@ class FollowerCore:
             PoisonGang: self._poison,
             PutOnIsland: self._put,
             AssembleOnIsland: self._assemble,
+            SpillBuffers: self._spill,
             FreeBuffers: self._free,
             DropPlan: self._drop_plan,
             CloseSession: self._close_session,
@@ -144,6 +147,9 @@ class FollowerCore:
     def _assemble(self, event: AssembleOnIsland, now: float, out: list[Instruction]) -> None:
         self._sessions.setdefault(event.session, _Session())
         out.append(Assemble(event))
+
+    def _spill(self, event: SpillBuffers, now: float, out: list[Instruction]) -> None:
+        out.append(Spill(event))
 
     def _free(self, event: FreeBuffers, now: float, out: list[Instruction]) -> None:
         out.append(Free(event.session, event.buffers))

@@ -11,7 +11,7 @@ from msgspec import Raw, Struct
 
 from pathway.dataflow.plan import Execute, Gang, Part
 from pathway.errors import ErrorInfo
-from pathway.transport.messages import AssembleOnIsland, Message, PutOnIsland, StartPart
+from pathway.transport.messages import AssembleOnIsland, Message, PutOnIsland, SpillBuffers, StartPart
 
 # -- a part, as the order sees it ------------------------------------------------------------------------------------
 
@@ -234,6 +234,12 @@ class Assemble(Struct, frozen=True):
     message: AssembleOnIsland
 
 
+class Spill(Struct, frozen=True):
+    """Move these to the host's memory; they come back when they are read."""
+
+    message: SpillBuffers
+
+
 class Free(Struct, frozen=True):
     session: int
     buffers: tuple[int, ...]
@@ -282,6 +288,7 @@ Instruction = (
     | Poison
     | Put
     | Assemble
+    | Spill
     | Free
     | End
     | ForgetPlan

@@ -41,6 +41,7 @@ from pathway.executor.gangs import (
     Put,
     SendToFollowers,
     SendToScheduler,
+    Spill,
 )
 from pathway.executor.impossible import NOWHERE, why_refused, without_inputs
 from pathway.executor.leader_state import DONATED, READY, Buffer, Part, Plan, Session
@@ -62,6 +63,7 @@ from pathway.transport.messages import (
     PartsFinished,
     PoisonGang,
     PutOnIsland,
+    SpillBuffers,
 )
 
 EARLY_REPORTS = 1024
@@ -84,6 +86,7 @@ class LeaderCore:
             FreeBuffers: self._free_buffers,
             PutOnIsland: self._put,
             AssembleOnIsland: self._assemble,
+            SpillBuffers: self._spill,
             PartRegistered: self._part_registered,
             DropPlan: self._drop_plan,
             CancelPart: self._cancel,
@@ -442,6 +445,11 @@ class LeaderCore:
         buffer = session.buffers[event.buffer] = Buffer("shards of other buffers")
         buffer.awaited_hosts = {device // self.devices_per_host for device in event.layout.devices}
         out.append(Assemble(event))
+
+    def _spill(self, event: SpillBuffers, now: float, out: list[Instruction]) -> None:
+        if self.hosts > 1:
+            out.append(SendToFollowers(event))
+        out.append(Spill(event))
 
     def _buffer_arrived(self, host: int, report: BufferArrived, out: list[Instruction]) -> None:
         session = self._sessions.get(report.session)

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from pathway.dataflow.layout import Layout
-from pathway.errors import ErrorInfo
+from pathway.errors import DeviceMemoryError, ErrorInfo
 from pathway.executor import backend as xla
 from pathway.executor.bind import LONG_US, BoundGang, BoundPart, BoundSend, Host, failure
 from pathway.executor.completion import Dispatcher, Lanes, Outbox
+from pathway.executor.spill import Spilled, brought_back
 from pathway.executor.store import ABSENT, Cell, Fate, Poison, Store
 from pathway.executor.trace import Recorder, TimedTokens
 
@@ -110,7 +113,7 @@ class Launcher:
                 if not cell.settled:
                     run.fates.append((slot, cell.fate()))
                 value = cell.value
-                slots[slot] = cell if value is None else value
+                slots[slot] = cell if value is None or type(value) is Spilled else value
             else:
                 try:
                     slots[slot] = array_of_bytes(layout, argument)  # type: ignore[arg-type]
@@ -118,8 +121,10 @@ class Launcher:
                     slots[slot] = Poison(xla.describe_failure(error))
         expect = self._store.expect
         run.cells = [
-            expect(session, first_result + number, layout, nbytes)
-            for (number, layout), nbytes in zip(part.results, part.result_bytes, strict=True)
+            expect(session, first_result + number, layout, nbytes, origin)
+            for (number, layout), nbytes, origin in zip(
+                part.results, part.result_bytes, part.result_origins, strict=True
+            )
         ]
         return run
 
@@ -149,6 +154,10 @@ class Launcher:
         else:
             self._dispatcher.submit(lambda: self._outbox.put(poisoned()))
 
+    def in_order(self, job: Callable[[], None]) -> None:
+        """Run a job in the thread that launches: behind the gangs that have their place, before later ones."""
+        self._dispatcher.submit(job)
+
     def busy_us(self) -> int:
         """How long some gang of this host has been in flight, in all."""
         busy_s = self._busy_s
@@ -175,7 +184,7 @@ class Launcher:
             for slot in gang.external:
                 value = slots[slot]
                 if type(value) is Cell:
-                    value = slots[slot] = value.value
+                    value = slots[slot] = brought_back(value)
                 if type(value) is Poison:
                     raise _Poisoned(value.error)
             for steps, sends in gang.segments:
@@ -244,7 +253,16 @@ class Launcher:
             if fate.error is not None and slot in gang.external:
                 return fate.error
         node = gang.nodes[index] if index < len(gang.nodes) else -1
-        return failure(run.part, self._host, node, xla.describe_failure(error))
+        described = xla.describe_failure(error)
+        if described.kind == DeviceMemoryError.__name__:
+            described = self._with_largest(run.session, described)
+        return failure(run.part, self._host, node, described)
+
+    def _with_largest(self, session: int, error: ErrorInfo) -> ErrorInfo:
+        """XLA has found no memory: say what is in the way."""
+        largest = ", ".join(map(str, self._store.largest(session))) or "none"
+        where = f"the session's largest buffers on host {self._host.name}: {largest}"
+        return msgspec.structs.replace(error, message=f"{error.message.rstrip('. ')}; {where}")
 
     def _failed(self, run: Run, gang: BoundGang, error: ErrorInfo, sent: int) -> Callable[[], None]:
         self._spoil(run, gang, error)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pathway.dataflow.layout import Layout
+from pathway.dataflow.memory import Use
 from pathway.errors import ErrorInfo
 
 
@@ -50,11 +51,13 @@ class Fate:
 
 
 class Cell:
-    """One buffer. `value` is None until it has one."""
+    """One buffer. `value` is None until it has one. `origin` says what it is, and where in the user's program it was
+    made."""
 
-    __slots__ = ("_fate", "is_source", "layout", "nbytes", "on_settled", "settled", "value")
+    __slots__ = ("_fate", "is_source", "layout", "nbytes", "on_settled", "origin", "settled", "value")
 
-    def __init__(self, layout: Layout | None = None, nbytes: int = 0) -> None:
+    def __init__(self, layout: Layout | None = None, nbytes: int = 0, origin: tuple[str, str] = ("", "")) -> None:
+        self.origin = origin
         self.layout = layout
         self.nbytes = nbytes  # of this host's shards
         self.value: Any = None
@@ -103,16 +106,18 @@ class Store:
         self._sessions: dict[int, dict[int, Cell]] = {}
         self._closed: dict[int, None] = {}
 
-    def expect(self, session: int, buffer: int, layout: Layout, nbytes: int) -> Cell:
+    def expect(
+        self, session: int, buffer: int, layout: Layout, nbytes: int, origin: tuple[str, str] = ("", "")
+    ) -> Cell:
         """The cell of a buffer that is announced now: with its layout, and with the fetches that came before it."""
         cells = self._sessions.get(session)
         if cells is None:
             cells = self._sessions[session] = {}
         cell = cells.get(buffer)
         if cell is None:
-            cell = cells[buffer] = Cell(layout, nbytes)
+            cell = cells[buffer] = Cell(layout, nbytes, origin)
         elif cell.layout is None:
-            cell.layout, cell.nbytes = layout, nbytes
+            cell.layout, cell.nbytes, cell.origin = layout, nbytes, origin
         return cell
 
     def find(self, session: int, buffer: int) -> Cell | None:
@@ -162,6 +167,17 @@ class Store:
 
     def is_closed(self, session: int) -> bool:
         return session in self._closed
+
+    def cells(self) -> Iterator[Cell]:
+        """All of them."""
+        for cells in self._sessions.values():
+            yield from cells.values()
+
+    def largest(self, session: int, count: int = 4) -> list[Use]:
+        """The largest buffers of a session that have a value here. Any thread: what changes meanwhile may be missed."""
+        cells = [cell for cell in list(self._sessions.get(session, {}).values()) if cell.value is not None]
+        cells = sorted(cells, key=lambda cell: -cell.nbytes)[:count]
+        return [Use(cell.nbytes, *cell.origin) for cell in cells if cell.nbytes]
 
     def usage(self) -> Iterator[tuple[int, int, int]]:
         """(session, buffers, bytes) of this host, for the report. The work is per buffer, and done per heartbeat."""

@@ -460,7 +460,7 @@ class Clients:
         if lane is not None:
             check_buffer(f"buffer {message.buffer}", message.island, message.layout, session.reach())
             session.lanes[lane] = None
-            put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data)
+            put = m.PutOnIsland(session.id, message.buffer, message.layout, message.data, source=message.source)
             account = self.accounts.of(session.id)
             if account is not None:
                 nbytes = message.layout.physical.shard_nbytes * len(message.layout.physical.devices)
@@ -470,7 +470,7 @@ class Clients:
                     return
                 account.put(lane, nbytes)
             if lane.ledger is not None:
-                self.memory.put(session, lane, put, message.source, now, out)
+                self.memory.put(session, lane, put, now, out)
             else:
                 self.lanes.send_behind(lane, session.id, put, out)
 

@@ -72,8 +72,9 @@ class PlanNeeds:
         self.name = name
         self.demands: tuple[Demand | None, ...] | None = None
 
-    def learn(self, lanes: Iterable[Lane], payloads: Iterable[bytes]) -> ErrorInfo | None:
-        """All computations are compiled. Returns why the plan can never run (M-4), if it cannot."""
+    def learn(self, lanes: Iterable[Lane], payloads: Iterable[bytes], compiled: bool) -> ErrorInfo | None:
+        """Returns why the plan can never run (M-4), if it cannot. Where all its computations are `compiled`, its needs
+        are known from here on; before that, its arrays alone may be too much."""
         demands: list[Demand | None] = []
         for lane, payload in zip(lanes, payloads, strict=True):
             if lane.ledger is None:
@@ -85,7 +86,8 @@ class PlanNeeds:
             if most > lane.ledger.limit_bytes:
                 return too_large(part, lane, most)
             demands.append(demand)
-        self.demands = tuple(demands)
+        if compiled:
+            self.demands = tuple(demands)
         return None
 
 

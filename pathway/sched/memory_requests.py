@@ -83,21 +83,22 @@ class MemoryRequests:
         if session is None or session.plans.get(key[1]) is not plan:
             self.forget_plan(key, ErrorInfo("ProgramError", f"plan {key[1]} was released"), out)
             return
-        if plan.error is None and not all(
+        compiled = all(
             computation in lane.temp_bytes
-            for lane, part in zip(plan.lanes, plan.message.parts, strict=True)
+            for lane, part in zip(plan.lanes, plan.message.parts, strict=False)
             for computation in part.computations
-        ):
-            return
-        del self._unknown[key]
-        error = plan.error
-        if plan.needs is not None and error is None:
-            error = plan.needs.learn(plan.lanes, (part.payload for part in plan.message.parts))
+        )
+        if plan.error is None and plan.needs is not None and plan.needs.demands is None:
+            payloads = [part.payload for part in plan.message.parts]
+            error = plan.needs.learn(plan.lanes, payloads, compiled)
             if error is not None:
                 self._plan_failed(session, key[1], error, now, out)
-            else:
-                self._lanes.memory.stirred = True
-                self._lanes.pump([], out)
+        if key not in self._unknown or not (compiled or plan.error is not None):
+            return
+        del self._unknown[key]
+        if plan.needs is not None and plan.error is None:
+            self._lanes.memory.stirred = True
+            self._lanes.pump([], out)
         self._answer(key, plan, plan.error, out)
 
     def forget_plan(self, key: tuple[int, int], error: ErrorInfo, out: list[Instruction]) -> None:
@@ -141,9 +142,7 @@ class MemoryRequests:
 
     # -- puts -------------------------------------------------------------------------------------------------------
 
-    def put(
-        self, session: Session, lane: Lane, message: m.PutOnIsland, source: str, now: float, out: list[Instruction]
-    ) -> None:
+    def put(self, session: Session, lane: Lane, message: m.PutOnIsland, now: float, out: list[Instruction]) -> None:
         """A put, on an island that has a limit."""
         assert lane.ledger is not None
         layout = message.layout.physical
@@ -154,11 +153,11 @@ class MemoryRequests:
                 f"{layout.aval} needs {size(nbytes)} on a device of island {lane.island}, which has "
                 f"{size(lane.ledger.limit_bytes)}",
                 island=lane.island,
-                source=source,
+                source=message.source,
             )
             self._lanes.send_behind(lane, session.id, in_error(message, error), out)
             return
-        origin = (f"{layout.aval} that was put", source)
+        origin = (f"{layout.aval} that was put", message.source)
         self._lanes.put(Put(session.id, message, lane, Charge(((layout.devices, nbytes),)), origin, now), out)
 
     def assemble(self, lane: Lane, session: int, message: m.AssembleOnIsland) -> None:

@@ -127,6 +127,7 @@ def _island(core: SchedulerCore, island: Island, now: float) -> dict[str, Any]:
         "memory_limit_bytes": lane.ledger.limit_bytes if lane and lane.ledger else 0,
         "memory_used_bytes": max(lane.ledger.used) if lane and lane.ledger else 0,
         "spilled_bytes": lane.ledger.spilled_bytes if lane and lane.ledger else 0,
+        "host_bytes": report.spilled_bytes if report else 0,
         "spills": lane.ledger.spills if lane and lane.ledger else 0,
         "busy_us": report.busy_us if report else 0,
     }

@@ -442,6 +442,7 @@ class PutOnIsland(Message, frozen=True, tag=63):
     layout: Layout
     data: bytes | None = None
     error: ErrorInfo | None = None
+    source: str = ""
 
 
 class AssembleOnIsland(Message, frozen=True, tag=74):
