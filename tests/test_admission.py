@@ -410,6 +410,7 @@ class Physical:
 
     buffers: dict[tuple[int, int], int] = field(default_factory=dict)
     freed: dict[tuple[int, int], int] = field(default_factory=dict)
+    spilled: dict[tuple[int, int], int] = field(default_factory=dict)
     running: dict[tuple[int, int], tuple[Part, tuple[int, ...], int]] = field(default_factory=dict)
     temp: int = 0
 
@@ -419,16 +420,23 @@ class Physical:
                 self.buffers[session, buffer] = made.shard_nbytes // MB
             case m.StartPart(session, run, plan, first):
                 arguments = msgspec.msgpack.decode(message.arguments)
+                for buffer in arguments:
+                    if (session, buffer) in self.spilled:  # brought back
+                        self.buffers[session, buffer] = self.spilled.pop((session, buffer))
                 self.running[session, run] = (parts[session, plan], tuple(arguments), first)
+            case m.SpillBuffers(session, buffers):
+                for buffer in buffers:
+                    self.spilled[session, buffer] = self.buffers.pop((session, buffer))
             case m.FreeBuffers(session, buffers):
                 for buffer in buffers:
+                    self.spilled.pop((session, buffer), None)
                     size = self.buffers.pop((session, buffer), None)
                     if size is not None:
                         self.freed[session, buffer] = size
                     elif any(key[0] == session for key in self.running):
                         self.freed[session, buffer] = 0
             case m.CloseSession(session):
-                for table in (self.buffers, self.freed, self.running):
+                for table in (self.buffers, self.freed, self.spilled, self.running):
                     for key in [key for key in table if key[0] == session]:
                         del table[key]  # type: ignore[attr-defined]
         self._drop_unread()
@@ -601,7 +609,7 @@ class History:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_never_over_capacity_no_wait_for_nothing_and_none_for_ever(seed: int, spill: bool) -> None:
-    history = History(seed, spill=False)
+    history = History(seed, spill)
     for _ in range(80):
         history.step()
     history.drain()

@@ -107,6 +107,8 @@ class LaneScheduler:
                 line.came(tenant)
                 line.went(tenant, line.rank(tenant, run.arrival, run.since), expected_us)
             self._dispatch(run, out)
+            if self.memory.stirred:
+                self.pump([], out)
             return
         run.expected_us = [0.0] * len(groups)
         for lane, group in zip(run.lanes, groups, strict=True):
@@ -156,6 +158,8 @@ class LaneScheduler:
             flow = lane.flows[session] = Flow(self.tenant(session))
             flow.entries.append(put)
             self._let_releases_by(lane, flow, out)
+        if self.memory.stirred:
+            self.pump([], out)
 
     def refuse_put(self, put: Put, error: ErrorInfo, out: list[Instruction]) -> None:
         """The put that waits first in its flow becomes the error in place of its data."""

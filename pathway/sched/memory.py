@@ -139,6 +139,7 @@ class Memory:
         self.name_of = name_of
         self.waiting: dict[Run | Put, Waiting] = {}
         self.stirred = False
+        self._pinned: dict[Run, frozenset[Entry]] = {}  # what admitted runs read that have not gone yet
         self._stuck: dict[int, float] = {}  # sessions whose waits are hopeless, since when
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -164,6 +165,8 @@ class Memory:
             if demand is not None and lane.ledger is not None:
                 lane.ledger.add(run.session, demand.beyond)
         run.admitted = True
+        if found.own:
+            self._pinned[run] = found.own
         return True
 
     def admit_put(self, put: Put, out: list[Instruction]) -> bool:
@@ -249,6 +252,7 @@ class Memory:
         demands = run.needs.demands if run.needs is not None else None
         if demands is None:
             return
+        self._pinned.pop(run, None)
         for index, (lane, demand) in enumerate(zip(run.lanes, demands, strict=True)):
             ledger = lane.ledger
             if demand is None or ledger is None:
@@ -293,6 +297,7 @@ class Memory:
             self.stirred = True
         if run.admitted and run.needs is not None and run.needs.demands is not None:
             run.admitted = False
+            self._pinned.pop(run, None)
             for lane, demand in zip(run.lanes, run.needs.demands, strict=True):
                 if demand is not None and lane.ledger is not None:
                     lane.ledger.add(run.session, demand.beyond, -1)
@@ -397,6 +402,7 @@ class Memory:
         if self._can_come(found):
             return False
         chosen: list[tuple[Ledger, Entry]] = []
+        pinned = frozenset[Entry]().union(*self._pinned.values())
         for ledger in found.needs:
             missing = {
                 block: ledger.settled[block] + nbytes + ledger.kept_from(found.session, block) - ledger.limit_bytes
@@ -406,7 +412,7 @@ class Memory:
             for entry in ledger.by_use or ():
                 if all(nbytes <= 0 for nbytes in missing.values()):
                     break
-                if entry in found.own or not _is_cold(ledger, entry):
+                if entry in found.own or entry in pinned or not _is_cold(ledger, entry):
                     continue
                 amounts = dict(entry.charge.amounts(ledger))
                 if any(missing.get(block, 0) > 0 for block in amounts):
@@ -420,6 +426,7 @@ class Memory:
         for ledger, entry in chosen:
             out.append(Send(lanes[ledger].leader, SpillBuffers(entry.session, (entry.buffer,))))
             ledger.spill(entry)
+            self.stirred = True  # there may be room for others, too
         return True
 
     # -- waits (O-8) ------------------------------------------------------------------------------------------------
