@@ -23,6 +23,7 @@ from pathway.sched.ownership import check_buffer, within
 from pathway.sched.peers import Peer, Peers
 from pathway.sched.plans import PlanRegistry
 from pathway.sched.policies import Policy
+from pathway.sched.script_actions import ScriptActions
 from pathway.sched.scripts import SessionScripts
 from pathway.sched.sessions import Session
 from pathway.sched.slices import Slice, SliceBinder, why_invalid
@@ -364,7 +365,9 @@ class Clients:
         session.active_at = now
         if message.run >= m.OWN_RUNS:
             raise ProtocolError(f"run {message.run}: clients number theirs below {m.OWN_RUNS}")
-        if session.scripts is not None and session.scripts.hold(message, self._results_of(session, message), now):
+        if session.scripts is not None and session.scripts.promises.hold(
+            message, self._results_of(session, message), now
+        ):
             return
         error = self.begin(session, message, now, out)
         if error is not None:
@@ -493,7 +496,7 @@ class Clients:
             return
         buffers = message.buffers
         if session.scripts is not None:
-            buffers = session.scripts.releasable(lane, buffers)
+            buffers = session.scripts.promises.releasable(lane, buffers)
         if buffers:
             self.lanes.send_behind(lane, session.id, m.FreeBuffers(session.id, buffers), out)
 
@@ -600,40 +603,6 @@ class Clients:
             session.tell(refusal, now, self.lease_s, out)
         self.waiting_slices.clear()
         self._waiting_for.clear()
-
-
-class ScriptActions:
-    """What a session's scripts have done, in its name."""
-
-    def __init__(self, clients: Clients, session: Session) -> None:
-        self._clients, self._session = clients, session
-
-    def submit(
-        self, run: int, plan: int, first: int, arguments: tuple[Raw, ...], now: float, out: list[Instruction]
-    ) -> tuple[Lane, ...] | ErrorInfo:
-        return self._clients.submit(self._session, run, plan, first, arguments, now, out)
-
-    def begin(self, message: m.StartRun | m.StartScript, now: float, out: list[Instruction]) -> ErrorInfo | None:
-        return self._clients.begin(self._session, message, now, out)
-
-    def cancel(self, run: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        found = self._session.runs.get(run)
-        if found is not None:
-            self._clients.lanes.cancel(found, error, now, out)
-
-    def free(self, lane: Lane, buffers: tuple[int, ...], out: list[Instruction]) -> None:
-        if lane.error is None:
-            session = self._session.id
-            self._clients.lanes.send_behind(lane, session, m.FreeBuffers(session, buffers), out)
-
-    def release(self, plan: int, out: list[Instruction]) -> None:
-        self._clients.forget_plan(self._session, plan, out)
-
-    def finished(self, run: int, now: float, out: list[Instruction]) -> None:
-        self._session.tell_finished((run,), now, self._clients.lease_s, out)
-
-    def failed(self, run: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        self._session.tell(m.RunFailed(run, error), now, self._clients.lease_s, out)
 
 
 def owner(peer: Peer) -> Session:

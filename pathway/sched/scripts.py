@@ -1,15 +1,12 @@
-"""Programs that data control: their scripts carried out, and what of their session waits for that. Pure.
+"""Programs that data control: their scripts carried out. What of their session waits for that: `promises`. Pure.
 
 A run of a script starts the runs of its plans, each as soon as what it reads has a name; that is before it is computed,
 save where a decision has to be known. What a decision does not choose costs nothing: no message is sent for it.
 
 Invariants
-  O-3  Nothing else waits for a decision: of the session's other runs only those that read what the script has not named
-       yet (its *promised* buffers), or what such runs will make. They keep their order.
-  X-1  A buffer is freed when nobody can name it any more: one that a script made for itself when no register holds it;
-       one that the client released, when no run that was held back, and no script, can still read it.
+  X-1  A buffer that a script made for itself is freed when no register holds it any more.
   X-2  A script's run ends once: failed with the first failure of its runs, or finished when all of them are, and
-       nothing is left to start. Its runs have numbers of the scheduler's, and so has a run that had to wait.
+       nothing is left to start.
   X-3  No more than `MOST_TASKS` tasks of one script are open at once, so that no client can keep the scheduler busy.
 """
 
@@ -18,7 +15,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 from msgspec import Raw
@@ -27,48 +23,17 @@ from pathway.dataflow.script import Body, Choose, Repeat, RunPlan, Script, reads
 from pathway.errors import ErrorInfo
 from pathway.sched.events import Instruction
 from pathway.sched.lanes import Lane
+from pathway.sched.promises import Actions, OwnNumbers, Promises, Value, buffers_of
 from pathway.transport import messages as m
 
 MOST_TASKS = 50_000
 
-Value = int | bytes
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode_arguments = msgspec.msgpack.Decoder(tuple[Value, ...]).decode
 _decode_script = msgspec.msgpack.Decoder(Script).decode
-
-Start = m.StartRun | m.StartScript
 
 
 class Decision(int):
     """A value that decides, where any other integer in a register is a buffer."""
-
-
-class Actions(Protocol):
-    """What carries out what a session's scripts want."""
-
-    def submit(
-        self, run: int, plan: int, first: int, arguments: tuple[Raw, ...], now: float, out: list[Instruction]
-    ) -> tuple[Lane, ...] | ErrorInfo:
-        """Start a plan's run; returns the lanes of its parts, or why it cannot run."""
-
-    def begin(self, message: Start, now: float, out: list[Instruction]) -> ErrorInfo | None:
-        """Start what a client asked for; returns why it cannot run, if so."""
-
-    def cancel(self, run: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        """Cancel the run of a plan."""
-
-    def free(self, lane: Lane, buffers: tuple[int, ...], out: list[Instruction]) -> None:
-        """Give buffers of an island back, behind the session's runs there."""
-
-    def release(self, plan: int, out: list[Instruction]) -> None:
-        """Forget a plan."""
-
-    def finished(self, run: int, now: float, out: list[Instruction]) -> None:
-        """Tell the client."""
-
-    def failed(self, run: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        """Tell the client."""
 
 
 @dataclass(eq=False)
@@ -118,31 +83,16 @@ class ScriptRun:
     holders: dict[int, tuple[int, Lane]] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class HeldRun:
-    """A client's run that reads what is not named yet. `missing`: how many such buffers."""
-
-    message: Start
-    read: tuple[int, ...]
-    made: range
-    missing: int
-    since: float
-
-
 class SessionScripts:
     """The scripts of one session."""
 
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
+        self._numbers = OwnNumbers()
+        self.promises = Promises(actions, self._numbers)
         self.registered: dict[int, Registered] = {}
         self.active: dict[int, ScriptRun] = {}
-        self.held: dict[int, HeldRun] = {}
         self._own: dict[int, OwnRun] = {}
-        self._promised: dict[int, dict[int, None]] = {}  # buffer -> held runs that read it
-        self._reading: Counter[int] = Counter()  # buffers that held runs and scripts may still read
-        self._released: dict[int, Lane] = {}  # that the client released meanwhile
-        self._next = m.OWN_RUNS
-        self._renumbered: dict[int, int] = {}  # the client's runs that were held, by the number that they have now
         self._ready: deque[tuple[ScriptRun, Frame, int]] = deque()
         self._now = 0.0
         self._out: list[Instruction] = []
@@ -173,31 +123,6 @@ class SessionScripts:
         self._forget_if_over(registered, out)
         return True
 
-    def hold(self, message: Start, results: int, now: float) -> bool:
-        """Whether a run must wait, since it reads what is only promised. It starts as soon as it can, then."""
-        if not self._promised:
-            return False
-        read = buffers_of(message)
-        missing = [buffer for buffer in read if buffer in self._promised]
-        if not missing:
-            return False
-        made = range(message.first_result, message.first_result + results)
-        self.held[message.run] = HeldRun(message, read, made, len(missing), now)
-        for buffer in missing:
-            self._promised[buffer][message.run] = None
-        for buffer in made:
-            self._promised[buffer] = {}
-        self._reading.update(read)
-        return True
-
-    def releasable(self, lane: Lane, buffers: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the buffers that the client releases which can go at once; the others go later (X-1)."""
-        if not self._reading and not self._promised:
-            return buffers
-        later = {buffer for buffer in buffers if buffer in self._reading or buffer in self._promised}
-        self._released.update(dict.fromkeys(later, lane))
-        return tuple(buffer for buffer in buffers if buffer not in later)
-
     def start(self, message: m.StartScript, now: float, out: list[Instruction]) -> ErrorInfo | None:
         """Carry out a script whose arguments all have their names."""
         registered = self.registered.get(message.script)
@@ -211,9 +136,8 @@ class SessionScripts:
         run = ScriptRun(message.run, registered, message.first_result, message.arguments, now)
         registered.active += 1
         self.active[run.number] = run
-        for number in range(script.results):
-            self._promised.setdefault(run.first + number, {})
-        self._reading.update(buffers_of(message))
+        self.promises.promise(range(run.first, run.first + script.results))
+        self.promises.read(buffers_of(message))
         self._enter(run, 0, (), None)
         self._go_on(run, now, out)
         return None
@@ -223,10 +147,7 @@ class SessionScripts:
         run = self.active.get(number)
         if run is not None:
             self._fail(run, error, now, out)
-        if number in self.held:
-            self._fail_held([number], error, now, out)
-        for renumbered in [own for own, clients in self._renumbered.items() if clients == number]:
-            self._actions.cancel(renumbered, error, now, out)
+        self.promises.cancel(number, error, now, out)
 
     # -- how its runs go --------------------------------------------------------------------------------------------
 
@@ -245,8 +166,7 @@ class SessionScripts:
 
     def run_finished(self, number: int, now: float, out: list[Instruction]) -> None:
         """One of our runs is over on all its islands."""
-        if number in self._renumbered:
-            self._actions.finished(self._renumbered.pop(number), now, out)
+        if self.promises.run_finished(number, now, out):
             return
         own = self._own.get(number)
         if own is None:
@@ -258,8 +178,7 @@ class SessionScripts:
 
     def run_failed(self, number: int, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
         """One of our runs has failed, and so has its script."""
-        if number in self._renumbered:
-            self._actions.failed(self._renumbered.pop(number), error, now, out)
+        if self.promises.run_failed(number, error, now, out):
             return
         own = self._own.get(number)
         if own is not None:
@@ -353,8 +272,8 @@ class SessionScripts:
         if frame.returns is None:
             first = run.first + task.first
         else:
-            first, self._next = self._next, self._next + count
-        number, self._next = self._next, self._next + 1
+            first = self._numbers.take(count)
+        number = self._numbers.take()
         arguments = tuple(Raw(_encode([self._value(run, frame, r) for r in part])) for part in task.arguments)
         own = OwnRun(run, {result: (frame, register) for result, register in task.decisions})
         self._own[number] = run.runs[number] = own
@@ -367,7 +286,7 @@ class SessionScripts:
             run.holders[first + result] = (0, lanes[home])
             self._set(run, frame, register, first + result)
         if frame.returns is None:
-            self._named(range(first, first + count))
+            self.promises.named(range(first, first + count), self._now, self._out)
 
     def _choose(self, run: ScriptRun, frame: Frame, task: Choose) -> None:
         decision = self._value(run, frame, task.decision)
@@ -428,66 +347,6 @@ class SessionScripts:
                     del run.holders[value]
                     self._actions.free(lane, (value,), self._out)
 
-    # -- names ------------------------------------------------------------------------------------------------------
-
-    def _named(self, buffers: Iterable[int]) -> None:
-        """These exist from now on, at the leaders: what waited for them can start."""
-        names = deque(buffers)
-        while names:
-            buffer = names.popleft()
-            for number in self._promised.pop(buffer, ()):
-                held = self.held[number]
-                held.missing -= 1
-                if held.missing:
-                    continue
-                del self.held[number]
-                message = held.message
-                if isinstance(message, m.StartRun):
-                    self._renumbered[self._next] = number
-                    message = msgspec.structs.replace(message, run=self._next)
-                    self._next += 1
-                error = self._actions.begin(message, self._now, self._out)
-                self._stop_reading(held.read)
-                if error is not None:
-                    self._renumbered.pop(message.run, None)
-                    self._actions.failed(number, error, self._now, self._out)
-                    self._break_promises(held.made, error)
-                elif isinstance(held.message, m.StartRun):
-                    names += held.made
-            self._let_go((buffer,))
-
-    def _break_promises(self, buffers: Iterable[int], error: ErrorInfo) -> None:
-        for buffer in buffers:
-            readers = self._promised.pop(buffer, None)
-            if readers:
-                self._fail_held(readers, error, self._now, self._out)
-            self._let_go((buffer,))
-
-    def _fail_held(self, numbers: Iterable[int], error: ErrorInfo, now: float, out: list[Instruction]) -> None:
-        """These runs, and those that read what they would have made, cannot have their inputs."""
-        self._now, self._out = now, out
-        for number in list(numbers):
-            held = self.held.pop(number, None)
-            if held is None:
-                continue
-            for buffer in held.read:
-                self._promised.get(buffer, {}).pop(number, None)
-            self._stop_reading(held.read)
-            self._actions.failed(number, error, now, out)
-            self._break_promises(held.made, error)
-
-    def _stop_reading(self, buffers: Iterable[int]) -> None:
-        for buffer in buffers:
-            self._reading[buffer] -= 1
-            if not self._reading[buffer]:
-                del self._reading[buffer]
-                self._let_go((buffer,))
-
-    def _let_go(self, buffers: Iterable[int]) -> None:
-        for buffer in buffers:
-            if buffer not in self._reading and buffer not in self._promised and buffer in self._released:
-                self._actions.free(self._released.pop(buffer), (buffer,), self._out)
-
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def _fail(self, run: ScriptRun, error: ErrorInfo, now: float, out: list[Instruction]) -> None:
@@ -510,12 +369,12 @@ class SessionScripts:
                 self._actions.free(lane, (buffer,), out)
         self._actions.failed(run.number, error, now, out)
         script = run.registered.script
-        self._break_promises(range(run.first, run.first + script.results), error)
+        self.promises.broken(range(run.first, run.first + script.results), error, now, out)
 
     def _end(self, run: ScriptRun) -> None:
         del self.active[run.number]
         run.registered.active -= 1
-        self._stop_reading(value for value in run.arguments if type(value) is int)
+        self.promises.stop_reading(dict.fromkeys(v for v in run.arguments if type(v) is int), self._out)
         self._forget_if_over(run.registered, self._out)
 
     def _forget_if_over(self, registered: Registered, out: list[Instruction]) -> None:
@@ -536,17 +395,4 @@ class SessionScripts:
                 f"for {awaited} decisions",
                 run.since,
             )
-        for number, held in self.held.items():
-            yield number, f"{held.missing} of the buffers that it reads wait for a decision", held.since
-
-
-def buffers_of(message: Start) -> tuple[int, ...]:
-    """The buffers that a run reads, each once."""
-    if isinstance(message, m.StartScript):
-        values: Iterable[Value] = message.arguments
-    else:
-        try:
-            values = [value for part in message.arguments for value in _decode_arguments(part)]
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            values = ()  # the leader refuses such a run
-    return tuple(dict.fromkeys(value for value in values if type(value) is int))
+        yield from self.promises.waits()
