@@ -165,6 +165,10 @@ def load_settings(
     return Settings(**values)
 
 
+NO_SETTINGS = frozenset({"PATHWAY_CACHE_DIR"})
+"""Variables that are read where they are needed: where executors keep what they have compiled."""
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text())
@@ -185,7 +189,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if variable in variables:
             name = variables[variable]
             values[name] = _checked(name, _parsed(name, text, variable), variable)
-        elif variable.startswith(PREFIX):
+        elif variable.startswith(PREFIX) and variable not in NO_SETTINGS:
             hint = _did_you_mean(variable, variables)
             if hint:
                 raise ConfigError(f"there is no setting {variable}{hint}")

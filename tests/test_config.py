@@ -84,3 +84,7 @@ def test_keys_need_a_key_of_ones_own() -> None:
     paths = Settings(key="a.key", scheduler_key="scheduler.key").key_paths("worker")
     assert paths is not None
     assert (paths.own, paths.scheduler) == (Path("a.key"), Path("scheduler.key"))
+
+
+def test_the_place_of_compiled_programs_is_no_misspelt_setting() -> None:
+    load_settings(environment={"PATHWAY_CACHE_DIR": "/tmp/cache"})
