@@ -90,9 +90,7 @@ def faults(rounds: int, programs: int) -> None:
         seen, back = [], []
         for one in range(rounds):
             seen_s, formed_s, back_s = kill_once(client, functions, endless)
-            note(
-                f"kill {one + 1}: error {seen_s * 1e3:.0f} ms, island formed {formed_s:.2f} s, all programs {back_s:.2f} s"
-            )
+            note(f"kill {one + 1}: error {seen_s * 1e3:.0f} ms, island {formed_s:.2f} s, programs {back_s:.2f} s")
             trio.run(give_order, cluster.address, DrainIsland(1, "island", False), 10.0)  # these losses are meant
             seen.append(seen_s)
             back.append(back_s)

@@ -90,6 +90,18 @@ def forgive(cluster: ClusterUnderTest) -> None:
         trio.run(give_order, cluster.address, DrainIsland(1, name, False), 30.0)
 
 
+def all_go_on(cluster: ClusterUnderTest, tenants: list[Tenant], seed: int) -> None:
+    """Wait until every client has begun and ended a round."""
+    before = [tenant.right for tenant in tenants]
+
+    def went_on() -> bool:
+        return all(
+            tenant.failure is not None or tenant.right > was + 1 for tenant, was in zip(tenants, before, strict=True)
+        )
+
+    cluster.wait_until(went_on, f"all clients go on; seed {seed}; {cluster.status()['waits']}", STUCK_S)
+
+
 def test_kills_at_random_moments_under_load() -> None:
     kills = int(os.environ.get("SOAK_KILLS", "100"))
     seed = int(os.environ.get("SOAK_SEED", "0")) or random.randrange(1, 1 << 30)
@@ -99,6 +111,8 @@ def test_kills_at_random_moments_under_load() -> None:
         tenants = [Tenant(cluster.address, number, seed) for number in range(CLIENTS)]
         try:
             for _ in range(kills):
+                if chance.random() < 0.5:  # else islands that are just coming back are hit, too
+                    all_go_on(cluster, tenants, seed)
                 time.sleep(chance.uniform(0.0, 2.0))  # the random moment
                 cluster.wait_until(lambda: bool(executors(cluster)), "an executor to kill", STUCK_S)
                 os.kill(chance.choice(executors(cluster)), 9)
@@ -108,12 +122,7 @@ def test_kills_at_random_moments_under_load() -> None:
                     assert time.monotonic() - tenant.progressed_at < STUCK_S, f"seed {seed}: {cluster.status()}"
             for name in ISLANDS:
                 cluster.wait_for_incarnation(name, 1, STUCK_S)
-            before = [tenant.right for tenant in tenants]
-            cluster.wait_until(
-                lambda: all(tenant.right > was + 1 for tenant, was in zip(tenants, before, strict=True)),
-                f"all clients go on; seed {seed}",
-                STUCK_S,
-            )
+            all_go_on(cluster, tenants, seed)
         finally:
             for tenant in tenants:
                 tenant.stopped.set()
