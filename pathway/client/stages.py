@@ -52,8 +52,8 @@ class Traced:
 
     def lower(self) -> Lowered | LoweredControl:
         """Placed, fused, scheduled, every computation lowered to StableHLO, for the slices as they are bound now."""
+        from pathway.client.bodies import is_controlled, lower_script
         from pathway.client.build import lower_plan  # it brings jax.export, which a fully cached program never needs
-        from pathway.client.scripts import is_controlled, lower_script
 
         if is_controlled(self._traced):
             script = lower_script(
