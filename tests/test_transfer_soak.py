@@ -17,8 +17,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pathway as pw
+from pathway.embedded import in_thread
 from pathway.errors import DeletedError, IslandLostError, PathwayError, TransferError
+from pathway.observe import give_order
 from pathway.testing.cluster import ClusterUnderTest, local_cluster
+from pathway.transport import messages as m
 
 MIB = 1 << 20
 SOAK_BYTES = int(float(os.environ.get("PATHWAY_SOAK_GB", "50")) * 1e9)
@@ -96,7 +99,15 @@ class Soak:
             np.testing.assert_array_equal(pw.get(under_way), -2 * value)
         except PathwayError:
             self.lost += 1
-        self.cluster.wait_for_incarnation(victim, before + 1, timeout_s=180)  # an island that is lost often rests
+
+        def formed() -> bool:
+            """An island that is lost often rests, and one that is lost too often waits for somebody who says go on."""
+            island = self.cluster.island(victim)
+            if island["drained"]:
+                in_thread(give_order, self.cluster.address, m.DrainIsland(1, victim, False), 5.0)
+            return island["state"] == "formed" and int(island["incarnation"]) > before
+
+        self.cluster.wait_until(formed, f"island {victim} is formed again", timeout_s=180)
 
 
 @pytest.mark.soak
