@@ -10,10 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sched_world import NO_ARGUMENTS, World, empty_part, executor_of, hello, sent
+from sched_world import NO_ARGUMENTS, World, cluster_of, empty_part, executor_of, sent
 
 from pathway.errors import ErrorInfo
-from pathway.sched.core import SchedulerCore, SchedulerSettings
 from pathway.sched.events import Instruction, MessageReceived, Send
 from pathway.sched.lanes import Lane, LaneScheduler, Run
 from pathway.sched.validate import validate_lanes
@@ -294,29 +293,6 @@ TestLanes.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 # -- what a run costs ------------------------------------------------------------------------------------------------
-
-
-def cluster_of(islands: int, hosts: int = 1, devices: int = 4) -> tuple[SchedulerCore, int, bytes]:
-    """The core, a session with a slice of a whole island and a plan on it, and the island's leader."""
-    core = SchedulerCore(SchedulerSettings(), random.Random(0), 0.0)
-
-    def say(peer: bytes, message: m.Message) -> list[Instruction]:
-        return core.handle(MessageReceived(peer, message), 0.0)
-
-    for island in range(islands):
-        for host in range(hosts):
-            say(b"w%d-%d" % (island, host), hello("worker"))
-            joined = m.HostJoined(f"i{island}", hosts, host, devices, "cpu", "h", 1, "h:1")
-            say(b"w%d-%d" % (island, host), joined)
-        for host in range(hosts):
-            say(b"e%d-%d" % (island, host), hello("executor"))
-            say(b"e%d-%d" % (island, host), m.ExecutorReady(f"i{island}", 1, host, "tcp://h", "sim", devices, 1))
-    welcome = sent(say(b"client", hello("client")), "client", m.Welcome)[0]
-    shards = hosts * devices
-    bound = sent(say(b"client", m.RequestSlice(1, shards, (("d", shards),))), "client", m.SliceBound)[0]
-    part = m.PartPayload(bound.island, 1, (), empty_part(bound.island))
-    assert say(b"client", m.RegisterPlan(1, "plan", (part,)))
-    return core, welcome.session, b"e%s-0" % bound.island[1:].encode()
 
 
 def cost_of_run(islands: int, hosts: int = 1, devices: int = 4, runs: int = 3000) -> tuple[float, int]:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pathway.sched.core import SchedulerSettings
-from pathway.testing.simnet import Faults, SimNet, SimulationFailure
+from pathway.testing.simnet import Faults, SimNet
 
 FIRST_SEED = int(os.environ.get("PATHWAY_SIM_SEED", "0"))
 """Move it to look at other histories."""
@@ -21,11 +21,11 @@ def total(net: SimNet, name: str) -> int:
 @pytest.mark.parametrize("block", range(4))
 def test_without_faults_every_run_ends_with_the_right_results(block: int) -> None:
     finished = 0
-    for seed in range(FIRST_SEED + block * 40, FIRST_SEED + (block + 1) * 40):
+    for seed in range(FIRST_SEED + block * 20, FIRST_SEED + (block + 1) * 20):
         net = SimNet(seed, validate=seed % 4 == 0)
         net.run()
         finished += total(net, "finished")
-    assert finished > 500
+    assert finished > 250
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -50,6 +50,11 @@ def test_clusters_of_other_shapes(shape: tuple[int, int, int]) -> None:
         SimNet(seed, islands, hosts, devices, clients=4, runs=15).run()
 
 
+def test_time_does_not_go_back_when_a_silent_link_is_finished() -> None:
+    """Seed 1036 once did: the end of a link that carried nothing any more came before its last message."""
+    SimNet(1036, faults=Faults.some(), validate=True).run()
+
+
 def trace(seed: int) -> list[tuple[float, str]]:
     net = SimNet(seed, faults=Faults.some())
     seen: list[tuple[float, str]] = []
@@ -71,38 +76,6 @@ def test_a_seed_replays_exactly() -> None:
     assert trace(FIRST_SEED + 8) != first
 
 
-def test_a_broken_invariant_is_found_and_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation itself is checked: a follower that starts gangs in another order than its leader is caught."""
-    from pathway.executor import gangs as g
-    from pathway.executor.follower import FollowerCore
-
-    handle = FollowerCore.handle
-    held: list[g.Instruction] = []
-
-    def disorderly(self: FollowerCore, event: object, now: float) -> list[g.Instruction]:
-        out: list[g.Instruction] = []
-        for instruction in handle(self, event, now):
-            if isinstance(instruction, g.Launch) and not held:
-                held.append(instruction)
-            else:
-                out.append(instruction)
-                if isinstance(instruction, g.Launch):
-                    out += held
-                    held.clear()
-        return out
-
-    monkeypatch.setattr(FollowerCore, "handle", disorderly)
-    found = []
-    for seed in range(20):
-        held.clear()
-        try:
-            SimNet(seed, clients=1).run()
-        except SimulationFailure as failure:
-            found.append((seed, str(failure)))
-    assert any("O-1" in text for _, text in found)
-    assert all(f"seed {seed}," in text for seed, text in found)
-
-
 def test_a_thousand_hosts_form_and_run() -> None:
     began = time.perf_counter()
     net = SimNet(
@@ -111,3 +84,13 @@ def test_a_thousand_hosts_form_and_run() -> None:
     net.run()
     assert total(net, "finished") > 20
     assert time.perf_counter() - began < 60
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("block", range(10))
+def test_ten_thousand_histories(block: int) -> None:
+    shapes = ((2, 2, 2, 2), (1, 1, 1, 4), (1, 4, 2, 4), (5, 1, 4, 4), (3, 3, 2, 4))
+    for seed in range(FIRST_SEED + 10_000 + block * 1000, FIRST_SEED + 10_000 + (block + 1) * 1000):
+        islands, hosts, devices, clients = shapes[seed % len(shapes)]
+        SimNet(seed, islands, hosts, devices, clients, faults=Faults.some(), validate=seed % 8 == 0).run()

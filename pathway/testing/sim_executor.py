@@ -152,12 +152,22 @@ class SimExecutor:
     def _ordered(self, message: Any) -> None:
         if isinstance(message, m.StartPart):
             self.handle(g.PartSubmitted(message, tuple(_decode_arguments(message.arguments))))
+            if self.host == 0:
+                self._check_expects(message)
             if isinstance(self.core, LeaderCore) and self.core.is_late(message.session, message.run):
                 self._tell_scheduler(m.PartsLate(((message.session, message.run),)))
         else:
             self.handle(message)
 
+    def _check_expects(self, message: m.StartPart) -> None:
+        """A run's part is there from its message on, with all that it expects, whatever its inputs are up to (O-3)."""
+        known = (message.session, message.plan) in self.parts
+        if known and message.run > self.last_begun.get(message.session, 0):
+            self.net.fail(f"O-3: run {message.run} waits to begin on {self.address}")
+
     def _from_scheduler(self, message: m.Message) -> None:
+        if self.host and isinstance(message, m.StartPart | m.PutOnIsland | m.FreeBuffers | m.CancelPart):
+            self.net.fail(f"O-5: the scheduler sends {type(message).__name__} to a follower, {self.address}")
         if isinstance(message, m.Directory):
             self.directory = {entry.island: entry for entry in message.islands}
             if self.devices is None:
@@ -277,7 +287,7 @@ class SimExecutor:
             if len(self.runs) >= settings.credits * shares:
                 self.net.fail(f"O-7: {len(self.runs) + 1} parts in flight on {self.island}")
         if message.run <= self.last_begun.get(message.session, 0):
-            self.net.fail(f"run {key} begins after run {self.last_begun[message.session]} on {self.address}")
+            self.net.fail(f"O-4: run {key} begins after run {self.last_begun[message.session]} on {self.address}")
         self.last_begun[message.session] = message.run
         part, info = self.parts[message.session, message.plan]
         self.runs[key] = _Run(part, info, arguments, message.first_result)
@@ -324,7 +334,7 @@ class SimExecutor:
     def _read(self, run: _Run, slot: int, where: str) -> Cell:
         cell = run.slots.get(slot)
         if cell is None:
-            self.net.fail(f"{where} reads slot {slot}, which is not there")
+            self.net.fail(f"O-2: {where} reads slot {slot}, which is not there")
         assert cell is not None
         if cell.donated:
             self.net.fail(f"{where} reads slot {slot}, which was donated")
@@ -450,6 +460,16 @@ class SimExecutor:
         """A client's own link has ended: what it sent before its session told of it is not wanted any more."""
         for key in [key for key in self.parked_puts if key[0] == session]:
             del self.parked_puts[key]
+
+    def check_waits(self) -> None:
+        """Every run that is not over can be listed, with its reason (O-8)."""
+        waits = self.core.waits(self.net.now)
+        unlisted = self.runs.keys() - {(session, number) for session, number, _, _ in waits}
+        if unlisted:
+            self.net.fail(f"O-8: {self.address} does not list {sorted(unlisted)} among what waits")
+        for session, number, reason, since_s in waits:
+            if not reason or since_s < 0:
+                self.net.fail(f"O-8: {self.address} does not say why {number} of session {session} waits")
 
     def check_nothing_left(self) -> None:
         if not self.core.is_idle:

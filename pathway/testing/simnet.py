@@ -12,13 +12,17 @@ A plain event loop over a heap, and not trio with its MockClock: the cores need 
 operation per message instead of task switches, thousands of histories can be looked at, and the order of events depends
 on nothing but the seed.
 
-Checked: O-1 (all hosts of an island start the same gangs in the same order), O-7 (credits), no run happens twice, every
-run ends (nothing deadlocks), results are what the program computes on every host, nobody reads what was freed or
-donated, and nothing is left anywhere once the sessions are closed.
+Checked: O-1 (all hosts of an island start the same gangs in the same order), O-2 (a gang starts when its
+inputs are there), O-3 (a run leaves for all its islands at once, and is expected there), O-4 (a session's runs keep
+their order), O-5 (the scheduler speaks to leaders alone), O-7 (credits), O-8 (all that waits is listed; looked at while
+validating), no run happens twice, every run ends (nothing deadlocks), results are what the program computes on every
+host, nobody reads what was freed or donated, and nothing is left anywhere once the sessions are closed.
+tests/test_order.py breaks these rules on purpose.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +31,15 @@ from typing import Any, Protocol
 
 from pathway.sched import events as e
 from pathway.sched.core import SchedulerCore, SchedulerSettings
+from pathway.sched.status import RUNS_SHOWN
 from pathway.sched.validate import validate as validate_scheduler
 from pathway.testing.sim_client import SimClient
 from pathway.testing.sim_executor import SimExecutor
 from pathway.testing.sim_island import SimWorker
-from pathway.transport.messages import Message
+from pathway.transport.messages import Message, StartPart
+
+WAITS_EVERY = 16
+"""Events of the scheduler after which a simulation that validates looks at all that waits."""
 
 
 class SimulationFailure(AssertionError):
@@ -104,7 +112,7 @@ class Link:
         """Close after what was sent, and a last message, have arrived."""
         self.send(sender, message)
         way = 0 if sender is self._ends[0] else 1
-        self._net.at(self._last[way], self.close, "closed by the other side", sender)
+        self._net.at(max(self._last[way], self._net.now), self.close, "closed by the other side", sender)
 
     def _tell_closed(self, end: Endpoint, reason: str) -> None:
         if end.alive:
@@ -122,6 +130,7 @@ class SimScheduler:
         self._keys: dict[Link, bytes] = {}
         self._links: dict[bytes, Link] = {}
         self._connections = 0
+        self._handled = 0
         self._next_tick = float("inf")
         self._arm()
 
@@ -141,7 +150,9 @@ class SimScheduler:
 
     def handle(self, event: e.Event) -> None:
         net = self.net
-        for instruction in self.core.handle(event, net.now):
+        instructions = self.core.handle(event, net.now)
+        self._check_dispatch(instructions)
+        for instruction in instructions:
             if isinstance(instruction, e.Send):
                 self._send(instruction)
             elif isinstance(instruction, e.Record):  # the disk is quick
@@ -153,7 +164,22 @@ class SimScheduler:
                 self.stopped = instruction.reason
         if net.validating:
             validate_scheduler(self.core)
+            self._handled += 1
+            if self._handled % WAITS_EVERY == 0:
+                net.check_waits()
         self._arm()
+
+    def _check_dispatch(self, instructions: Sequence[e.Instruction]) -> None:
+        """A run leaves for all of its islands at once: none waits for another's inputs (O-3)."""
+        parts: dict[tuple[int, int], int] = {}
+        for instruction in instructions:
+            if isinstance(instruction, e.Send) and isinstance(instruction.message, StartPart):
+                key = (instruction.message.session, instruction.message.run)
+                parts[key] = parts.get(key, 0) + 1
+        for (session, number), count in parts.items():
+            run = self.core.clients.sessions[session].runs.get(number)
+            if run is not None and count < len(run.lanes):
+                self.net.fail(f"O-3: run {number} leaves for {count} of its {len(run.lanes)} islands")
 
     def _send(self, instruction: e.Send) -> None:
         self.net.messages += 1
@@ -224,6 +250,8 @@ class SimNet:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        if when < self.now:
+            self.fail(f"something is to happen at {when:.6f} s, in the past")
         self._count += 1
         heappush(self._heap, (when, self._count, call, arguments))
 
@@ -270,6 +298,21 @@ class SimNet:
             ]
         found += [f"{client.name}: {client.state()}" for client in self.clients if not client.ended]
         return found
+
+    def check_waits(self) -> None:
+        """Every run that is not over is listed, with what it waits for and since when (O-8)."""
+        core = self.scheduler.core
+        waits = core.waits(self.now)
+        listed = {wait.what for wait in waits}
+        for session in core.clients.sessions.values():
+            for number in itertools.islice(session.runs, RUNS_SHOWN):
+                if f"run {number} of session {session.name}" not in listed:
+                    self.fail(f"O-8: run {number} of {session.name} is not listed among what waits")
+        for wait in waits:
+            if not wait.reason or wait.since_s < 0:
+                self.fail(f"O-8: the scheduler does not say why {wait.what} waits")
+        for executor in self.executors.values():
+            executor.check_waits()
 
     def _check_nothing_left(self) -> None:
         core = self.scheduler.core
