@@ -138,9 +138,9 @@ class _Plan:
     capacity: int | None
     experts: tuple[_Expert, ...]
 
-    def ways(self, index: Any) -> tuple[Any, Any, Any, Any]:
-        """(choices sorted by expert, where each expert's begin, how many it has, the size that holds them: 0 for none,
-        i for `sizes[i - 1]`, and one past the end of all if there is an index that is no expert's)."""
+    def ways(self, index: Any) -> tuple[Any, Any, Any]:
+        """(choices sorted by expert; for each expert where its own begin and how many they are; for each the size that
+        holds them: 0 for none, i for `sizes[i - 1]`, one past the end for all if some index is no expert's)."""
         count, flat = len(self.experts), index.reshape(-1)
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         bounds = jnp.searchsorted(flat[order], jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
@@ -150,10 +150,12 @@ class _Plan:
         sizes = jnp.asarray(self.sizes, jnp.int32)
         classes = jnp.where(counts > 0, 1 + jnp.searchsorted(sizes, counts), 0).astype(jnp.int32)
         wrong = jnp.any((flat < 0) | (flat >= count))
-        return order, begins, counts, jnp.where(wrong, len(self.sizes) + 1, classes)
+        spans = jnp.stack([begins, counts], axis=1)
+        return order, spans, jnp.where(wrong, len(self.sizes) + 1, classes)
 
-    def picked(self, size: int, order: Any, begin: Any, count: Any) -> tuple[Any, Any]:
+    def picked(self, size: int, order: Any, span: Any) -> tuple[Any, Any]:
         """(the rows, the choices) of an expert, `size` of each; those past the end where there are fewer."""
+        begin, count = span[0], span[1]
         number = jnp.arange(size, dtype=jnp.int32)
         choice = jnp.take(order, begin + number, mode="clip")
         choice = jnp.where(number < count, choice, self.rows * self.choices)
@@ -165,14 +167,14 @@ class _Plan:
 
 
 def _forward(plan: _Plan, x: Any, index: Any, gates: Any, closed_over: Sequence[Sequence[Any]]) -> Any:
-    order, begins, counts, classes = plan.ways(index)
+    order, spans, classes = plan.ways(index)
     expert = plan.experts[0]
     flat_gates = gates.reshape(-1)
     total = jnp.zeros((plan.rows + 1, *expert.out_shape), expert.out_dtype) + _nothing_of(x, expert.out_dtype)
 
     def branch(expert: _Expert, size: int) -> Callable[..., Any]:
-        def run(total: Any, x: Any, flat_gates: Any, order: Any, begin: Any, count: Any, *given: Any) -> Any:
-            row, choice = plan.picked(size, order, begin, count)
+        def run(total: Any, x: Any, flat_gates: Any, order: Any, span: Any, *given: Any) -> Any:
+            row, choice = plan.picked(size, order, span)
             at, sent = row[:, None], jnp.take(x, row, axis=0, mode="clip")
             weights = _as_rows(jnp.take(flat_gates, choice, mode="clip"), total)
             made = expert.at[size](given, sent)
@@ -182,14 +184,14 @@ def _forward(plan: _Plan, x: Any, index: Any, gates: Any, closed_over: Sequence[
 
     wrong = f"an expert index of a route is not within 0 .. {len(plan.experts) - 1}"
     for number, branches in enumerate(plan.each(branch, lambda total, *_: total, wrong)):
-        operands = (x, flat_gates, order, begins[number], counts[number], *closed_over[number])
+        operands = (x, flat_gates, order, spans[number], *closed_over[number])
         total = switch(classes[number], branches, total, *operands)
     return total[: plan.rows]
 
 
 def _backward(plan: _Plan, kept: Any, cotangent: Any) -> Any:
     x, index, gates, closed_over = kept
-    order, begins, counts, classes = plan.ways(index)
+    order, spans, classes = plan.ways(index)
     flat_gates = gates.reshape(-1)
     cotangent = jnp.concatenate([cotangent, jnp.zeros_like(cotangent[:1])])  # for the rows past the end
     of_x = jnp.zeros((plan.rows + 1, *x.shape[1:]), x.dtype) + _nothing_of(x, x.dtype)
@@ -198,10 +200,10 @@ def _backward(plan: _Plan, kept: Any, cotangent: Any) -> Any:
 
     def branch(expert: _Expert, size: int) -> Callable[..., Any]:
         def run(
-            of_x: Any, of_gates: Any, x: Any, cotangent: Any, flat_gates: Any, order: Any, begin: Any, count: Any,
+            of_x: Any, of_gates: Any, x: Any, cotangent: Any, flat_gates: Any, order: Any, span: Any,
             *given: Any,
         ) -> Any:  # fmt: skip
-            row, choice = plan.picked(size, order, begin, count)
+            row, choice = plan.picked(size, order, span)
             at, of_choice = row[:, None], choice[:, None]
             sent = jnp.take(x, row, axis=0, mode="clip")
             back = jnp.take(cotangent, row, axis=0, mode="clip")
@@ -214,12 +216,12 @@ def _backward(plan: _Plan, kept: Any, cotangent: Any) -> Any:
         return run
 
     def skip(of_x: Any, of_gates: Any, *operands: Any) -> Any:
-        given = operands[6:]
+        given = operands[5:]
         return of_x, of_gates, tuple(_zero_cotangent(each) for each in given)
 
     wrong = f"an expert index of a route is not within 0 .. {len(plan.experts) - 1}"
     for number, branches in enumerate(plan.each(branch, skip, wrong)):
-        operands = (x, cotangent, flat_gates, order, begins[number], counts[number], *closed_over[number])
+        operands = (x, cotangent, flat_gates, order, spans[number], *closed_over[number])
         of_x, of_gates, of_given = switch(classes[number], branches, of_x, of_gates, *operands)
         of_closed_over.append(list(of_given))
     return of_x[: plan.rows], None, of_gates[:-1].reshape(gates.shape), of_closed_over

@@ -93,6 +93,7 @@ class SessionScripts:
         self.registered: dict[int, Registered] = {}
         self.active: dict[int, ScriptRun] = {}
         self._own: dict[int, OwnRun] = {}
+        self._freed: dict[Lane, list[int]] = {}  # to be given back, behind the runs that are started now
         self._ready: deque[tuple[ScriptRun, Frame, int]] = deque()
         self._now = 0.0
         self._out: list[Instruction] = []
@@ -263,9 +264,15 @@ class SessionScripts:
                 self._repeat(owner, frame, task)
             if owner.number in self.active:
                 self._drop(owner, frame, {register for register in reads(task) if register >= 0})
+        self._free()
         if run.number in self.active and not run.tasks and not run.runs:
             self._end(run)
             self._actions.finished(run.number, now, out)
+
+    def _free(self) -> None:
+        freed, self._freed = self._freed, {}
+        for lane, buffers in freed.items():
+            self._actions.free(lane, tuple(buffers), self._out)
 
     def _run_plan(self, run: ScriptRun, frame: Frame, task: RunPlan) -> None:
         count = len(task.results)
@@ -345,7 +352,7 @@ class SessionScripts:
                 run.holders[value] = (count + by, lane)
                 if not count + by:
                     del run.holders[value]
-                    self._actions.free(lane, (value,), self._out)
+                    self._freed.setdefault(lane, []).append(value)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -366,7 +373,8 @@ class SessionScripts:
             self._actions.cancel(number, error, now, out)
         for buffer, (_, lane) in run.holders.items():
             if buffer not in finals:
-                self._actions.free(lane, (buffer,), out)
+                self._freed.setdefault(lane, []).append(buffer)
+        self._free()
         self._actions.failed(run.number, error, now, out)
         script = run.registered.script
         self.promises.broken(range(run.first, run.first + script.results), error, now, out)
