@@ -12,14 +12,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from bench.harness import Goal, note, note_machine, report
 from bench.subject import Subject
+from pathway.dataflow.draw import draw_timeline
 from pathway.embedded import start_local_cluster
 
 BENCH = "sharing"
 SHARE_WINDOW_S = 5.0
 LATE_MS = 1.0
+SHOWN_S = 0.15
 
 
 @contextmanager
@@ -108,14 +111,43 @@ def waits(address: str, calls: int) -> None:
     report(BENCH, "1 ms behind a client that queues 10,000: wait", waited_ms, "ms", goal=goal)
 
 
+def picture(address: str, path: Path) -> None:
+    """Four clients at 1:2:4:8, as their island has recorded them: a lane for each."""
+    weights = (1.0, 2.0, 4.0, 8.0)
+    with clients_of(address, weights) as clients:
+        for client in clients:
+            client.ask("begin", wait_us=1000, window=64)
+        time.sleep(2.0)
+        for client in clients:
+            client.ask("record")
+        time.sleep(2.0)
+        recorded = [client.ask("recorded") for client in clients]
+        for client in clients:
+            client.ask("end")
+    begin = max(steps[0][0] for steps in recorded) + 0.5  # all of them are recorded by then
+    named = zip(("ann", "bob", "cy", "dee"), weights, recorded, strict=True)
+    steps = [
+        (f"weight {weight:g}", name, number, start, end)
+        for name, weight, mine in named
+        for number, (start, end) in enumerate(mine)
+        if begin <= start and end <= begin + SHOWN_S
+    ]
+    path.write_text(draw_timeline(steps, "one device, four clients with weights 1, 2, 4 and 8, computations of 1 ms"))
+    note(f"{len(steps)} computations drawn in {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="less time, fewer clients")
     parser.add_argument("--only", choices=["shares", "aggregates", "waits"], help="one part")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw 1:2:4:8 from a real run (SVG)")
     options = parser.parse_args()
     note_machine("jax", "pyzmq", "trio")
     with start_local_cluster({"island": {"devices": 1}}, preload=("bench.device_wait",)) as cluster:
         note(f"a cluster at {cluster.address}")
+        if options.draw is not None:
+            picture(cluster.address, options.draw)
+            return
         if options.only in (None, "waits"):
             waits(cluster.address, 30 if options.quick else 200)
         if options.only in (None, "aggregates"):

@@ -13,6 +13,7 @@ import numpy as np
 import pathway as pw
 from bench.device_wait import device_wait
 from bench.subject import serve
+from pathway.client.recording import Recording
 
 
 class Load:
@@ -82,7 +83,17 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
         return seconds
 
-    serve({"begin": begin, "count": count, "end": end, "waits": waits})
+    recording = Recording(client)
+
+    def record() -> None:
+        recording.__enter__()
+
+    def recorded() -> list[tuple[float, float]]:
+        """From when to when each computation since `record` held the device, in seconds of one clock."""
+        recording.__exit__(None, None, None)
+        return [(step.start_s, step.end_s) for step in recording.steps]
+
+    serve({"begin": begin, "count": count, "end": end, "waits": waits, "record": record, "recorded": recorded})
 
 
 if __name__ == "__main__":
