@@ -8,7 +8,7 @@ import pytest
 from sched_world import World, executor_of, hello, refused, sent
 from test_admin import reply, report
 
-from pathway.errors import ConfigError
+from pathway.errors import ConfigError, ErrorInfo, to_exception
 from pathway.sched.events import AccessChanged, MessageReceived
 from pathway.transport import messages as m
 from pathway.transport.keys import parse_allow_list
@@ -56,6 +56,12 @@ def test_terms_are_read_from_the_list_and_written_back() -> None:
     for bad in ("runs=0", "devices=-1", "bytes=3GB", "priority=high", "weight=nan", "colour=red", "runs"):
         with pytest.raises(ConfigError, match="line 1"):
             parse_allow_list(f"{key} client alice {bad}")
+
+
+def test_what_a_limit_refuses_can_be_caught_by_its_public_name() -> None:
+    import pathway
+
+    assert pathway.LimitError is to_exception(ErrorInfo("LimitError", "devices=3")).__class__
 
 
 def test_a_session_has_at_most_its_keys_weight_and_priority_whatever_it_asks_for() -> None:
