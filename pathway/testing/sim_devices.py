@@ -19,24 +19,31 @@ class SimDevices:
     def __init__(self, net: SimNet, island: str, hosts: int) -> None:
         self.net = net
         self.island = island
-        self.order: list[tuple[int, int, int]] = []
+        self._order: deque[tuple[int, int, int]] = deque()  # what some hosts have started, and others not yet
+        self._first = 0  # the place of the first of them
         self._launched = [0] * hosts
         self._queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(hosts)]
         self.executors: dict[int, SimExecutor] = {}
         self._busy = False
         self._began_s = 0.0
-        self.owners: dict[int, float] = {}  # seconds of each session, in all
         self.used_us: dict[tuple[int, int], float] = {}  # by (session, run), until it is asked for
 
     def launch(self, host: int, gang: tuple[int, int, int]) -> None:
-        place = self._launched[host]
+        place = self._launched[host] - self._first
         self._launched[host] += 1
-        if place == len(self.order):
-            self.order.append(gang)
-        elif self.order[place] != gang:
-            self.net.fail(f"O-1: host {host} of {self.island} starts {gang} where others started {self.order[place]}")
+        if place == len(self._order):
+            self._order.append(gang)
+        elif self._order[place] != gang:
+            self.net.fail(f"O-1: host {host} of {self.island} starts {gang} where others started {self._order[place]}")
+        while self._order and min(self._launched) > self._first:
+            self._order.popleft()
+            self._first += 1
         self._queues[host].append(gang)
         self._go_on()
+
+    def forget(self, session: int) -> None:
+        for run in [run for run in self.used_us if run[0] == session]:
+            del self.used_us[run]
 
     def _go_on(self) -> None:
         if not self._busy and all(self._queues):
@@ -49,8 +56,8 @@ class SimDevices:
         gang = self._queues[0][0]
         run = gang[:2]
         took_s = self.net.now - self._began_s
-        self.used_us[run] = self.used_us.get(run, 0.0) + took_s * 1e6
-        self.owners[run[0]] = self.owners.get(run[0], 0.0) + took_s
+        if run in self.executors[0].runs:
+            self.used_us[run] = self.used_us.get(run, 0.0) + took_s * 1e6
         self.net.gang_ran(self.island, run, self._began_s)
         error = None
         if self.net.random.random() < self.net.faults.gang_failure:

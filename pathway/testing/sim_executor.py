@@ -245,6 +245,8 @@ class SimExecutor:
                     assert self.devices is not None
                     used = tuple(int(self.devices.used_us.pop(part, 0.0)) for part in message.parts)
                     message = m.PartsFinished(message.parts, sum(used), used)
+                elif isinstance(message, m.PartFailed) and self.devices is not None:
+                    self.devices.used_us.pop((message.session, message.run), None)
                 self._tell_scheduler(message)
             case g.SendToFollowers(message):
                 if len(self.followers) < self.hosts - 1:
@@ -389,6 +391,7 @@ class SimExecutor:
             self._bulk.pop(address, None)
         else:
             if address not in self._bulk:
+                self._bulk = {other: link for other, link in self._bulk.items() if link.is_busy}
                 self._bulk[address] = self.net.link(self, target)
             self._bulk[address].send(self, message)
 
@@ -455,6 +458,8 @@ class SimExecutor:
         self.expected_puts = {key for key in self.expected_puts if key[0] != session}
         self._forget_edges(lambda key: key[0] == session)
         self.last_begun.pop(session, None)
+        if self.devices is not None:
+            self.devices.forget(session)
 
     def client_gone(self, session: int) -> None:
         """A client's own link has ended: what it sent before its session told of it is not wanted any more."""

@@ -108,6 +108,11 @@ class Link:
                 if end is not by:
                     self._net.after(self._net.latency_s(), self._tell_closed, end, reason)
 
+    @property
+    def is_busy(self) -> bool:
+        """Something is under way."""
+        return max(self._last) >= self._net.now
+
     def finish(self, sender: Endpoint, message: Any) -> None:
         """Close after what was sent, and a last message, have arrived."""
         self.send(sender, message)
@@ -148,6 +153,12 @@ class SimScheduler:
             self.handle(e.PeerClosed(key, reason))
             del self._links[key]
 
+    def _forget(self, link: Link) -> None:
+        """The scheduler has closed it, so nothing tells of its end."""
+        key = self._keys.pop(link, None)
+        if key is not None:
+            del self._links[key]
+
     def handle(self, event: e.Event) -> None:
         net = self.net
         instructions = self.core.handle(event, net.now)
@@ -159,7 +170,9 @@ class SimScheduler:
                 for send in instruction.then:
                     self._send(send)
             elif isinstance(instruction, e.Close):
-                self._links[instruction.peer].finish(self, instruction.refused)
+                link = self._links[instruction.peer]
+                link.finish(self, instruction.refused)
+                self.net.after(1.0, self._forget, link)
             else:
                 self.stopped = instruction.reason
         if net.validating:
