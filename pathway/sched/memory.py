@@ -152,6 +152,8 @@ class Memory:
             if wait:
                 self.waiting.setdefault(run, Waiting(run, run.session, {}, frozenset()))
             return False
+        if not self.waiting and not self.spill and self._admit_at_once(run, demands):
+            return True
         found = self.waiting.get(run)
         if found is None or not found.needs or self.spill:  # what it reads may have been moved away meanwhile
             before, found = found, self._waiting_for(run, demands)
@@ -167,6 +169,22 @@ class Memory:
         run.admitted = True
         if found.own:
             self._pinned[run] = found.own
+        return True
+
+    def _admit_at_once(self, run: Run, demands: tuple[Demand | None, ...]) -> bool:
+        """The common case: nobody waits, and it fits."""
+        for lane, demand in zip(run.lanes, demands, strict=True):
+            ledger = lane.ledger
+            if demand is not None and ledger is not None:
+                for block, nbytes in demand.beyond.amounts(ledger):
+                    free = ledger.limit_bytes - ledger.used[block]
+                    if nbytes > free - ledger.kept_from(run.session, block):
+                        return False
+        for lane, demand in zip(run.lanes, demands, strict=True):
+            if demand is not None and lane.ledger is not None:
+                lane.ledger.add(run.session, demand.beyond)
+                lane.ledger.admissions += 1
+        run.admitted = True
         return True
 
     def admit_put(self, put: Put, out: list[Instruction]) -> bool:
