@@ -384,6 +384,7 @@ class Executor:
         self._puts.client_left(session)
         self._store.client_left(session)
         self._tracing.close(session)
+        self._profiling.close(session)
 
     def _drop_session(self, instruction: g.DropSession) -> None:
         session = instruction.session
