@@ -133,6 +133,7 @@ class LocalCluster:
         self._preload = tuple(preload)
         self._environment = environment
         self._identity = identity
+        self._host_address = ""  # where executors listen, if not where they reach the scheduler from
         self._owner = os.getpid()
         self._stopping = threading.Lock()
         atexit.register(self.stop)
@@ -144,6 +145,7 @@ class LocalCluster:
         with _listener(bind) as listener:
             host, port = listener.getsockname()[:2]
             self.address = f"tcp://{host}:{port}"
+            self._host_address = outward_address() if host in ("0.0.0.0", "::") else ""
             arguments = ["scheduler", "--bind", self.address, "--listen-fd", str(listener.fileno()), "--drain-s", "0"]
             arguments += ["--spill"] if spill else []
             self.scheduler = self._start(arguments, pass_fds=(listener.fileno(),))
@@ -160,6 +162,8 @@ class LocalCluster:
         arguments += ["--host-index", str(host), "--devices", str(spec.devices), "--platform", spec.platform]
         if spec.device_memory:
             arguments += ["--device-memory", spec.device_memory]
+        if self._host_address:
+            arguments += ["--host-address", self._host_address]
         for module in self._preload:
             arguments += ["--preload", module]
         child = self.workers[island, host] = self._start(arguments)
@@ -241,6 +245,16 @@ def _listener(bind: str) -> socket.socket:
         raise ConfigError(f"cannot bind {bind}: {reason}") from None
     except (ValueError, OverflowError):
         raise ConfigError(f"cannot bind {bind}: it should look like tcp://127.0.0.1:7777") from None
+
+
+def outward_address() -> str:
+    """This machine's address on its way to others; "" where there is no such way, and only itself can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 1))  # an address of nobody's, to which nothing is sent
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
 
 
 def in_thread(function: Any, *arguments: Any) -> Any:

@@ -75,6 +75,9 @@ class Connection:
         with contextlib.suppress(DisconnectedError):  # the receiver hears of it too, and ends every wait
             dealer.send_all(messages)
 
+    def _send_one(self, message: m.Message) -> None:
+        self.send((message,))
+
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Run `function` in the trio thread. Safe in signal handlers and finalizers."""
         token = self._token
@@ -133,7 +136,7 @@ class Connection:
             return
         self._dealer = dealer
         self.core = ClientCore(welcome, time.monotonic())
-        self.peers = Peers(self.core, self._name, self._identity, self.soon, self._serve_peer)
+        self.peers = Peers(self.core, self._name, self._identity, self.soon, self._serve_peer, self._send_one)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -162,7 +165,10 @@ class Connection:
                     self._handle(LinkLost(item.reason))
                     return
                 for message in item.messages:
-                    self._handle(message)
+                    if type(message) is m.RelayFromHost:
+                        self.peers.relayed(message)
+                    else:
+                        self._handle(message)
 
     async def _heartbeat(self) -> None:
         while True:

@@ -16,9 +16,10 @@ import trio
 
 from pathway.client.fetch import ArrayFetch, Room
 from pathway.client.pending import Pending
+from pathway.client.relay import RelayedDealer
 from pathway.errors import DisconnectedError, ErrorInfo, ProtocolError, describe
 from pathway.transport import messages as m
-from pathway.transport.bulk import HostBytes, aligned_empty
+from pathway.transport.bulk import CREDIT_BYTES, RELAYED_CREDIT_BYTES, HostBytes, aligned_empty
 from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
 from pathway.transport.checksum import checksum
 from pathway.transport.endpoints import address_of
@@ -33,7 +34,9 @@ SETTLE_S = 0.5
 Soon = Callable[..., None]
 """Calls its first argument with the others, in the trio thread."""
 
-Action = Callable[[ThreadSafeDealer], None]
+AnyDealer = ThreadSafeDealer | RelayedDealer
+
+Action = Callable[[AnyDealer], None]
 
 
 class Peer:
@@ -42,7 +45,7 @@ class Peer:
     def __init__(self, address: str, soon: Soon) -> None:
         self.address = address
         self.where = address_of(address)  # for people: without the key
-        self.dealer: ThreadSafeDealer | None = None
+        self.dealer: AnyDealer | None = None
         self.bulk: BulkLink | None = None  # used under `_bulk_lock`, but for its `sender.lend`
         self.is_open = Pending()
         self.over: ErrorInfo | None = None
@@ -118,7 +121,7 @@ class Peer:
             if isinstance(item, Delivery) and self.bulk is not None:
                 self._received(item, self.bulk)
 
-    async def receive(self, dealer: ThreadSafeDealer, introduction: m.Hello, memory: TransferMemory) -> str:
+    async def receive(self, dealer: AnyDealer, introduction: m.Hello, memory: TransferMemory) -> str:
         """Use the link, which has just been opened, until it ends; why it did."""
         bulk = self.bulk = BulkLink(
             dealer.send,
@@ -126,11 +129,13 @@ class Peer:
             memory,
             dealer_end(introduction),
             router_end(self.where),
+            RELAYED_CREDIT_BYTES if isinstance(dealer, RelayedDealer) else CREDIT_BYTES,
         )
         try:
-            bulk.offer_sharing()
+            if not isinstance(dealer, RelayedDealer):
+                bulk.offer_sharing()
             with trio.move_on_after(SETTLE_S):
-                while not bulk.is_settled:
+                while not (bulk.is_settled or isinstance(dealer, RelayedDealer)):
                     if reason := await self._receive_batch(dealer, bulk):
                         return reason
             self._opened(dealer)
@@ -146,7 +151,7 @@ class Peer:
                 bulk.close()
             dealer.close()
 
-    def _opened(self, dealer: ThreadSafeDealer) -> None:
+    def _opened(self, dealer: AnyDealer) -> None:
         with self._lock:
             for action in self._backlog:
                 action(dealer)
@@ -154,7 +159,7 @@ class Peer:
             self.dealer = dealer
         self.is_open.resolve()
 
-    async def _receive_batch(self, dealer: ThreadSafeDealer, bulk: BulkLink) -> str:
+    async def _receive_batch(self, dealer: AnyDealer, bulk: BulkLink) -> str:
         """Take what comes next; why the link ended, if it did."""
         for item in await dealer.receive_batch():
             if isinstance(item, PeerGone):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +15,20 @@ import trio
 from pathway.client.bindings import ArrayKind
 from pathway.client.core import ClientCore
 from pathway.client.fetch import ArrayFetch, host_regions, piece_of
-from pathway.client.peer import Peer, Soon
+from pathway.client.peer import AnyDealer, Peer, Soon
 from pathway.client.pending import Pending
+from pathway.client.relay import RelayedDealer
 from pathway.errors import ErrorInfo, IslandLostError, PathwayError
 from pathway.transport import messages as m
 from pathway.transport.bulklink import TransferMemory
 from pathway.transport.security import Identity
 from pathway.transport.threads import ThreadSafeDealer
 from pathway.version import PROTOCOL_VERSION, __version__
+
+DIRECT_S, DIRECT_AGAIN_S = 3.0, 0.5
+"""How long an executor may take to answer before the way by the scheduler is taken; where another did not answer."""
+
+log = logging.getLogger(__name__)
 
 LOST_GRACE_S = 2.0
 """How long the scheduler's word that an island is lost, with its cause, is waited for once a link to it has broken."""
@@ -31,7 +38,13 @@ class Peers:
     """See the module's docstring. `soon` and `start` bring calls, and the serving of a peer, to the trio thread."""
 
     def __init__(
-        self, core: ClientCore, name: str, identity: Identity | None, soon: Soon, start: Callable[[Peer], None]
+        self,
+        core: ClientCore,
+        name: str,
+        identity: Identity | None,
+        soon: Soon,
+        start: Callable[[Peer], None],
+        send_to_scheduler: Callable[[m.Message], None],
     ) -> None:
         self._core = core
         self._name = name
@@ -40,6 +53,10 @@ class Peers:
         self._start = start
         self._memory = TransferMemory()
         self._peers: dict[str, Peer] = {}
+        self._send_to_scheduler = send_to_scheduler
+        self._relayed: dict[tuple[str, int, int], RelayedDealer] = {}
+        self._unreachable: dict[tuple[str, int, int], str] = {}  # why they are relayed
+        self._said_slow = False
         self._lock = threading.Lock()
         self._transfers = itertools.count(1)
 
@@ -116,15 +133,45 @@ class Peers:
         introduction = m.Hello(
             PROTOCOL_VERSION, __version__, "peer", self._name, token=self._core.token, session=self._core.session
         )
+        dealer: AnyDealer
         try:
             dealer = await ThreadSafeDealer.connect(
-                peer.address, introduction, identity=self._identity, timeout_s=connect_timeout_s
+                peer.address,
+                introduction,
+                identity=self._identity,
+                timeout_s=min(connect_timeout_s, DIRECT_AGAIN_S if self._said_slow else DIRECT_S),
             )
         except PathwayError as error:
-            await self._ended(peer, f"no link to the executor at {peer.where}: {error}")
-            return
+            where = self._host_at(peer.address)
+            if where is None:
+                await self._ended(peer, f"no link to the executor at {peer.where}: {error}")
+                return
+            dealer = self._relayed[where] = RelayedDealer(*where, self._send_to_scheduler)
+            self._unreachable[where] = str(error)
         reason = await peer.receive(dealer, introduction, self._memory)
         await self._ended(peer, f"the link to the executor at {peer.where} broke: {reason}")
+
+    def _host_at(self, address: str) -> tuple[str, int, int] | None:
+        """(island, incarnation, host) of the executor at an address."""
+        for entry in self._core.islands.values():
+            if address in entry.hosts:
+                return entry.island, entry.incarnation, entry.hosts.index(address)
+        return None
+
+    def relayed(self, message: m.RelayFromHost) -> None:
+        """The scheduler brings what an executor sends."""
+        where = (message.island, message.incarnation, message.host)
+        dealer = self._relayed.get(where)
+        if dealer is None:
+            return
+        if not self._said_slow:
+            self._said_slow = True
+            log.warning(
+                "%s: arrays go to and from the executors through the scheduler, which is slow; let this machine reach "
+                "the addresses that `pathway status` shows (docs/transfers.md)",
+                self._unreachable[where],
+            )
+        dealer.arrived(message)
 
     async def _ended(self, peer: Peer, reason: str) -> None:
         with self._lock:
@@ -142,6 +189,8 @@ class Peers:
         for peer in gone:
             if peer.dealer is not None:
                 peer.dealer.close(linger_s=0)
+        for where in [where for where, dealer in self._relayed.items() if dealer.closed]:
+            del self._relayed[where], self._unreachable[where]
 
     def trim(self) -> None:
         """Let go of memory that is kept in vain; to be called now and then."""

@@ -146,6 +146,7 @@ class Executor:
             m.FreeBuffers: self._free_buffers,
             m.Directory: self._directory,
             m.AccessList: self._peers.learn_access,
+            m.Relayed: self._peers.relayed,
             m.Pong: lambda message: None,
             m.Goodbye: lambda message: log.info("the scheduler says goodbye: %s", message.reason),
         }
@@ -478,6 +479,9 @@ class Executor:
         what = f"a region of buffer {message.buffer} of session {message.session}"
         error = self._damage(what, sender, message.nbytes, given, found)
         self._puts.failed(message.session, message.buffer, error)
+
+    def send_relayed(self, message: m.Relayed) -> None:
+        self._to_scheduler(message)
 
     def follower_reported(self, host: int, message: m.Message) -> None:
         self.handle(g.HostReported(host, message))

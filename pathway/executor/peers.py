@@ -17,7 +17,7 @@ from pathway.errors import PermissionDeniedError, ProtocolError
 from pathway.executor.bind import Host
 from pathway.transport import messages as m
 from pathway.transport.authenticator import Gate
-from pathway.transport.bulk import BulkSender, HostBytes
+from pathway.transport.bulk import RELAYED_CREDIT_BYTES, BulkSender, HostBytes
 from pathway.transport.bulklink import BULK, BulkLink, TransferMemory, dealer_end, router_end
 from pathway.transport.handshake import hello
 from pathway.transport.keys import Entry, PublicKey, parse_allow_list
@@ -60,6 +60,8 @@ class Owner(Protocol):
 
     def client_left(self, session: int) -> None: ...
 
+    def send_relayed(self, message: m.Relayed) -> None: ...
+
     def settle(self) -> None: ...
 
 
@@ -68,12 +70,17 @@ class _Peer:
 
     __slots__ = ("bulk", "host", "name", "post", "session")
 
-    def __init__(self, introduction: m.Hello, post: Post, bulk: BulkLink) -> None:
-        self.session = introduction.session  # of a client; 0 for an executor
+    def __init__(self, introduction: m.Hello, post: Post, bulk: BulkLink, session: int) -> None:
+        self.session = session  # of a client; 0 for an executor
         self.name = introduction.name
         self.host = -1  # of a follower
         self.post = post
         self.bulk = bulk
+
+
+def _relayed_name(session: int) -> Peer:
+    """Longer than any name that a router gives."""
+    return b"relayed " + session.to_bytes(8, "big")
 
 
 class PeerSocket:
@@ -153,7 +160,7 @@ class PeerSocket:
                     router_end(self.address),
                     dealer_end(message),
                 )
-                self._peers[name] = _Peer(message, post, bulk)
+                self._peers[name] = _Peer(message, post, bulk, message.session)
             return
         owner = self._owner
         if type(message) in BULK:
@@ -186,6 +193,32 @@ class PeerSocket:
                 peer.post(m.Pong(message.number))
             case _:
                 pass
+
+    def relayed(self, message: m.Relayed) -> None:
+        """The scheduler brings what a client sends that cannot reach this socket (Y-1)."""
+        name = _relayed_name(message.session)
+        if name not in self._peers:
+            self._peers[name] = self._relayed_peer(message.session)
+        permit = PeerPermit(message.session)
+        try:
+            received = m.decode(message.frame)
+            for position, each in enumerate(received):
+                permit.check(each)
+                last = position == len(received) - 1
+                self._received(name, each, memoryview(message.blob) if last and message.blob else None)
+        except (ProtocolError, PermissionDeniedError) as error:
+            log.warning("what session %x sent by the scheduler is refused: %s", message.session, error)
+            self._peers[name].post(m.Refused(type(error).__name__, str(error)))
+
+    def _relayed_peer(self, session: int) -> _Peer:
+        def send_with_blob(message: m.Message, blob: Any) -> None:
+            self._owner.send_relayed(m.Relayed(session, m.encode((message,)), bytes(blob)))
+
+        def post(message: m.Message) -> None:
+            send_with_blob(message, b"")
+
+        bulk = BulkLink(post, send_with_blob, credit_bytes=RELAYED_CREDIT_BYTES)
+        return _Peer(hello("peer", f"the client of session {session:x}"), post, bulk, session)
 
     @staticmethod
     def _header(peer: _Peer, message: Any, blob: Any, came: Callable[..., None], damaged: Callable[..., None]) -> None:
@@ -248,6 +281,9 @@ class PeerSocket:
         """What is under way for a session goes nowhere."""
         for peer in self._peers.values():
             peer.bulk.drop_session(session)
+        relayed = self._peers.pop(_relayed_name(session), None)
+        if relayed is not None:
+            relayed.bulk.close()
 
     def flush(self) -> None:
         self._router.flush()

@@ -36,6 +36,7 @@ from pathway.sched.lanes import Lane
 from pathway.sched.memory import Memory
 from pathway.sched.peers import Peer, Peers, PeerSettings
 from pathway.sched.policies import Fifo, Policy
+from pathway.sched.relay import Relay
 from pathway.sched.timers import Timers
 from pathway.transport import messages as m
 from pathway.transport.endpoints import endpoint
@@ -93,12 +94,15 @@ class SchedulerCore:
         )
         self.peers = Peers(settings.peers, self.timers, self)
         self.admin = Admin(self.cluster, self.clients, self.peers)
+        self.relay = Relay(self.cluster, self.clients)
         self.access: m.AccessList | None = None
         self.stopped = False
         self._stop_workers = False
         self._everybody: m.Directory | None = None
         self._handlers: dict[str, dict[type, Callable[[Peer, Any, float, list[Instruction]], None]]] = {
-            "client": self.clients.handlers | {m.StatusRequest: self._status_request},
+            "client": self.clients.handlers
+            | {m.RelayToHost: self.relay.from_client}
+            | {m.StatusRequest: self._status_request},
             "worker": {
                 m.HostJoined: self._host_joined,
                 m.ExecutorExited: self._executor_exited,
@@ -110,6 +114,7 @@ class SchedulerCore:
                 m.PartFailed: self._part_failed,
                 m.PartRefused: self._part_refused,
                 m.Decided: self._decided,
+                m.Relayed: self.relay.from_executor,
                 m.ComputationsCompiled: self._computations_compiled,
                 m.ExecutorReport: self._executor_report,
                 m.ExecutorReady: self._executor_ready,

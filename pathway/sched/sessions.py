@@ -82,6 +82,7 @@ class Session:
         "plan_numbers",
         "plans",
         "public_key",
+        "relayed_bytes",
         "runs",
         "scripts",
         "share",
@@ -109,6 +110,7 @@ class Session:
         self.scripts: SessionScripts | None = None  # from its first script on
         self.computations: set[str] = set()
         self.computation_bytes = 0
+        self.relayed_bytes = 0  # of arrays that went through the scheduler
         self.computations_refused = 0  # over the session's limit
         self.lanes: dict[Lane, None] = {}  # where leaders may keep something of it
         self.notices: deque[tuple[float, Message]] = deque()

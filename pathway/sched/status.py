@@ -152,4 +152,5 @@ def _session(core: SchedulerCore, session: Session, now: float) -> dict[str, Any
         "device_us": int(sum(island.lane.busy_us.get(session.id, 0.0) for island in islands if island.lane)),
         "buffers": sum(buffers for _, buffers, _ in held),
         "bytes": sum(size for _, _, size in held),
+        "relayed_bytes": session.relayed_bytes,
     }

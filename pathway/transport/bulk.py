@@ -39,6 +39,9 @@ from pathway.transport.messages import CHUNK_BYTES, Chunk, Message, Shared, Take
 from pathway.transport.shm import Loan, SharingLink
 
 CREDIT_BYTES = 16 * CHUNK_BYTES
+RELAYED_CREDIT_BYTES = 8 * CHUNK_BYTES
+"""Of links that go by the scheduler: it limits what waits there for one client, from all executors together."""
+
 TELL_TAKEN_BYTES = 4 * CHUNK_BYTES
 """The receiver says what it has taken in steps of this."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from pathway.errors import ProtocolError
 from pathway.transport import messages as m
 from pathway.transport.bulk import (
+    CREDIT_BYTES,
     BulkReceiver,
     BulkSender,
     HostBytes,
@@ -71,12 +72,13 @@ class BulkLink:
         memory: TransferMemory | None = None,
         me: str = "",
         peer: str = "",
+        credit_bytes: int = CREDIT_BYTES,
     ) -> None:
         self._post = post
         shared = memory.shared if memory is not None else None
         self._sharing = SharingLink(shared, me, peer, post) if shared is not None else None
         self._has_offered = False
-        self.sender = BulkSender(post, send_with_blob, self._sharing)
+        self.sender = BulkSender(post, send_with_blob, self._sharing, credit_bytes)
         self.receiver = BulkReceiver(post, self._sharing, memory.empty if memory is not None else aligned_empty)
 
     def offer_sharing(self) -> None:

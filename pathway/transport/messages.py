@@ -197,6 +197,16 @@ class ReleasePlan(Message, frozen=True, tag=18):
     plan: int
 
 
+class RelayToHost(Message, frozen=True, tag=27):
+    """What a client that cannot reach an executor would send it: a frame of messages, and the last one's data."""
+
+    island: str
+    incarnation: int
+    host: int
+    frame: bytes
+    blob: bytes = b""
+
+
 class RegisterScript(Message, frozen=True, tag=22):
     """What a program that is controlled by data does: MessagePack of `dataflow.script.Script`. It owns the plans that
     it names; `ReleasePlan` of the script releases them too."""
@@ -294,6 +304,16 @@ class DirectoryChange(Message, frozen=True, tag=38):
 
     formed: tuple[IslandEntry, ...] = ()
     gone: tuple[str, ...] = ()
+
+
+class RelayFromHost(Message, frozen=True, tag=39):
+    """What an executor would send a client that cannot reach it."""
+
+    island: str
+    incarnation: int
+    host: int
+    frame: bytes
+    blob: bytes = b""
 
 
 class StatusReply(Message, frozen=True, tag=37):
@@ -526,6 +546,14 @@ class ComputationsCompiled(Message, frozen=True, tag=77):
     session: int
     plan: int
     temp_bytes: tuple[tuple[str, int], ...]
+
+
+class Relayed(Message, frozen=True, tag=78):
+    """Scheduler <-> executor: a frame of messages on the link of this session's client, which goes by the scheduler."""
+
+    session: int
+    frame: bytes
+    blob: bytes = b""
 
 
 class PartsLate(Message, frozen=True, tag=73):

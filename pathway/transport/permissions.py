@@ -62,6 +62,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.ReleasePlan,
         m.AskMemory,
         m.StatusRequest,
+        m.RelayToHost,
     },
     ADMIN: _ALWAYS | {m.StatusRequest, m.SetWeight, m.DrainIsland, m.KillSession},
     OBSERVER: _ALWAYS | {m.StatusRequest},
@@ -76,6 +77,7 @@ MAY_SEND_TO_SCHEDULER: dict[str, frozenset[type]] = {
         m.ExecutorReport,
         m.Decided,
         m.ComputationsCompiled,
+        m.Relayed,
     },
 }
 
