@@ -282,6 +282,11 @@ class BulkReceiver:
             if incoming.run == run and incoming.session == session:
                 incoming.discard()
 
+    def close(self) -> None:
+        """The link is over: what is not complete never will be, and its memory goes now (B-6)."""
+        self._incoming.clear()
+        self._announced_bytes = 0
+
     def _announced(self, transfer: int) -> _Incoming:
         incoming = self._incoming.get(transfer)
         if incoming is None:

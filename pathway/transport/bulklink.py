@@ -125,6 +125,7 @@ class BulkLink:
     def close(self) -> None:
         """The link has ended, and all that came over it was seen."""
         self.sender.close()
+        self.receiver.close()
         if self._sharing is not None:
             self._sharing.close()
 
