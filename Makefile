@@ -4,6 +4,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Two files of tests at once: half of the time they wait for processes. ARGS="-n 0" has one after the other.
+AT_ONCE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv test test-newest soak lint demo bench clean
@@ -21,7 +23,7 @@ help:  ## this list
 	@touch $@
 
 test: .venv/.installed  ## the tests, without the long ones (soak)
-	$(BIN)/python -m pytest -q -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not soak" $(AT_ONCE) $(ARGS)
 
 soak: .venv/.installed  ## the long tests
 	$(BIN)/python -m pytest -q -m soak $(ARGS)
@@ -50,7 +52,7 @@ test-newest:  ## the tests on Python 3.13 or 3.12 with the newest JAX, where one
 	else \
 	  $(MAKE) --no-print-directory .venv-newest/.installed && \
 	  .venv-newest/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "JAX", jax.__version__)' && \
-	  .venv-newest/bin/python -m pytest -q -m "not soak" $(ARGS); \
+	  .venv-newest/bin/python -m pytest -q -m "not soak" $(AT_ONCE) $(ARGS); \
 	fi
 
 .venv-newest/.installed: pyproject.toml

@@ -217,7 +217,9 @@ class Worker:
             nursery.cancel_scope.cancel()
         self._child = None
         log.info("the executor of incarnation %d ended: %s", form.incarnation, cause)
-        for key in self._culprits.ended(child.process.returncode, cause):
+        # JAX aborts an island's other hosts when its first one is gone, whatever they do: only that one's end accuses.
+        returncode = child.process.returncode if form.host_index == 0 else 0
+        for key in self._culprits.ended(returncode, cause):
             log.warning("computation %s is refused from now on: the executor ended when it compiled it", key)
         self._actor.deliver((ChildExited(cause),))
 
