@@ -55,6 +55,11 @@ def test_time_does_not_go_back_when_a_silent_link_is_finished() -> None:
     SimNet(1036, faults=Faults.some(), validate=True).run()
 
 
+def test_a_client_runs_no_plan_of_a_slice_that_it_has_no_more() -> None:
+    """Seed 3003612 once did: after a broken connection a client is told of its slices again, one after the other."""
+    SimNet(3003612, 1, 4, 2, clients=4, faults=Faults.some()).run()
+
+
 def trace(seed: int) -> list[tuple[float, str]]:
     net = SimNet(seed, faults=Faults.some())
     seen: list[tuple[float, str]] = []

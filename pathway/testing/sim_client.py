@@ -229,10 +229,13 @@ class SimClient:
         """A plan over slices as they are bound now: an old one again, or a new one."""
         random = self.net.random
         current = {(entry.island, entry.incarnation) for entry in bound}
+        slices = {entry.slice for entry in bound}  # one of them may have been lost with another island, or refused
         usable = [
             number
             for number, program in self.plans.items()
-            if number not in self.failed_plans and current.issuperset(program.islands)
+            if number not in self.failed_plans
+            and current.issuperset(program.islands)
+            and slices.issuperset(slice_number for slice_number, _ in program.results)
         ]
         if usable and random.random() < 0.7:
             return random.choice(usable)
