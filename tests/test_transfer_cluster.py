@@ -4,6 +4,7 @@ end. `local_cluster` checks that nothing is left behind, in /dev/shm or anywhere
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,18 @@ def test_without_shared_memory_sockets_do(separate: ClusterUnderTest) -> None:
     move_there_and_back(separate)
     for island, host in (("east", 0), ("west", 0), ("west", 1)):
         assert not lent_mappings(separate.executor_pid(island, host))
+
+
+@pytest.mark.parametrize("wanted", ["yes", "no"])
+def test_a_client_shares_memory_or_does_not(
+    shared: ClusterUnderTest, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATHWAY_SHARED_MEMORY", wanted)
+    x = values(1030, 2050)
+    with pw.Client(shared.address) as client:
+        got = client.get(client.put(x, client.slice(2, mesh={"e": 2}, island="east"), P("e")))
+        np.testing.assert_array_equal(got, x)
+        assert bool(lent_mappings(os.getpid())) == (wanted == "yes")
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

@@ -18,6 +18,7 @@ from pathway.client.fetch import ArrayFetch, host_regions, piece_of
 from pathway.client.peer import AnyDealer, Peer, Soon
 from pathway.client.pending import Pending
 from pathway.client.relay import RelayedDealer
+from pathway.config import load_settings
 from pathway.errors import ErrorInfo, IslandLostError, PathwayError
 from pathway.transport import messages as m
 from pathway.transport.bulklink import TransferMemory
@@ -51,7 +52,7 @@ class Peers:
         self._identity = identity
         self._soon = soon
         self._start = start
-        self._memory = TransferMemory()
+        self._memory = TransferMemory(share=load_settings().shared_memory)
         self._peers: dict[str, Peer] = {}
         self._send_to_scheduler = send_to_scheduler
         self._relayed: dict[tuple[str, int, int], RelayedDealer] = {}
